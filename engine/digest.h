@@ -1,0 +1,32 @@
+// A 128-bit digest of a byte stream: equal input, equal digest, on every rank and machine.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace dmuon {
+
+struct Digest {
+  std::array<uint64_t, 2> words{};
+  bool operator==(const Digest&) const = default;
+  std::string hex() const;
+};
+
+// Not cryptographic: it finds accidents, not attacks. Integers are mixed little-endian and strings
+// with their length, so that ("ab", "c") and ("a", "bc") differ.
+class Hasher {
+ public:
+  Hasher& add(int64_t value);
+  Hasher& add(double value);
+  Hasher& add(std::string_view text);
+  Digest digest() const;
+
+ private:
+  void mix(uint64_t word);
+  uint64_t a_ = 0x9e3779b97f4a7c15;
+  uint64_t b_ = 0xc2b2ae3d27d4eb4f;
+  uint64_t count_ = 0;
+};
+
+}  // namespace dmuon

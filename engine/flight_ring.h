@@ -1,0 +1,47 @@
+// The last operations of this process: what was on the wire, and what had finished, when it failed.
+#pragma once
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace dmuon {
+
+enum class Op : uint8_t { broadcast, exchange, all_reduce, all_gather };
+enum class OpState : uint8_t { issued, done, failed };
+
+struct FlightRecord {
+  int64_t sequence = 0;  // since construction
+  int64_t step = 0;
+  Op op{};
+  OpState state{};
+  std::string unit;       // or what else it was for: "agreement", "setup"
+  int32_t root = -1;      // broadcast only
+  int64_t sent_bytes = 0;  // this rank's share; summed over ranks it is the traffic of the operation
+  double start_us = 0;     // since construction
+  double duration_us = 0;
+};
+
+// Thread-safe. Holds the last `capacity` records; totals cover everything ever recorded.
+class FlightRing {
+ public:
+  explicit FlightRing(size_t capacity = 2048);
+
+  int64_t begin(Op op, std::string unit, int32_t root, int64_t sent_bytes);
+  void end(int64_t sequence, OpState state);
+  void set_step(int64_t step);
+
+  std::vector<FlightRecord> records() const;  // oldest first
+  int64_t total_operations() const;
+  int64_t total_sent_bytes(const std::string& unit_prefix = "") const;
+  std::string dump() const;  // one line per record, for people
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<FlightRecord> ring_;
+  size_t capacity_;
+  int64_t next_ = 0;
+  int64_t step_ = 0;
+};
+
+}  // namespace dmuon

@@ -1,0 +1,102 @@
+// Who owns which matrix, and what moves together: decided once, before anything runs.
+//
+// A pure function of shapes, mesh and policy. No torch, no communication: every rank computes the
+// same plan alone, whatever order its modules are registered in, and ranks compare digests.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/digest.h"
+
+namespace dmuon {
+
+enum class Route { muon, adamw };
+
+// One dedicated parameter as the planner sees it.
+struct Matrix {
+  std::string name;    // fully qualified; the smallest of them where a weight is tied
+  std::string unit;    // name of its hook boundary; matrices of one unit move together
+  std::string layer;   // the repeated block it belongs to, "" for none (see layer_of)
+  int64_t batch = 1;   // Newton-Schulz sees `batch` matrices of rows x cols
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t state_bytes = 0;  // what its owner holds: weight, fp32 master where it differs, momentum
+  Route route = Route::muon;
+  std::string dtype = "float32";  // part of the digest only
+
+  int64_t numel() const { return batch * rows * cols; }
+};
+
+// The data-parallel domain. An owner is one coordinate of it, written as one number:
+// replicate * shard_size + shard.
+struct Mesh {
+  int64_t shard = 1;
+  int64_t replicate = 1;
+  int64_t slots() const { return shard * replicate; }
+};
+
+enum class OwnerStrategy { lpt, round_robin };
+enum class CostModel { optimizer, numel };
+
+struct PlanPolicy {
+  OwnerStrategy strategy = OwnerStrategy::lpt;
+  CostModel cost_model = CostModel::optimizer;
+  int64_t max_owners_per_group = 0;  // at most this many owners within one unit; 0: no limit
+  int64_t memory_limit_bytes = 0;    // of owner state on one rank; 0: no limit
+  bool pack = true;                  // one transfer per (unit, owner); false: one per matrix
+  int ns_steps = 5;
+  bool symmetric_products = false;   // what our kernels exploit: sets the cost model's constants
+};
+
+// Floating-point operations of one Newton-Schulz of this matrix with our kernels, one multiply-add
+// counting as two. The source of the formula stands in cost.cpp.
+double newton_schulz_cost(const Matrix& matrix, const PlanPolicy& policy);
+
+// The unit's matrices of one owner: adjacent in the unit's buffers.
+struct Segment {
+  int32_t owner = 0;
+  std::vector<int32_t> matrices;  // indices into OwnershipPlan::matrices, by name
+};
+
+struct Unit {
+  std::string name;
+  std::vector<Segment> segments;  // by owner (pack), else one per matrix, by name
+};
+
+struct PlanReport {
+  double max_load = 0;   // FLOPs of the costliest owner
+  double mean_load = 0;  // over all slots
+  double w_star = 0;     // total / largest cost: ranks beyond this many cannot help
+  double lower_bound = 0;  // no assignment has a smaller max_load
+  int64_t max_state_bytes = 0;
+  int64_t state_bytes_bound = 0;  // the proven bound on max_state_bytes, or the limit where given
+};
+
+struct OwnershipPlan {
+  Mesh mesh;
+  PlanPolicy policy;
+  std::vector<Matrix> matrices;  // sorted by name
+  std::vector<double> costs;     // per matrix
+  std::vector<int32_t> owners;   // per matrix
+  std::vector<Unit> units;       // sorted by name
+  PlanReport report;
+  Digest digest;
+
+  // Index into `matrices`, or -1.
+  int32_t find(std::string_view name) const;
+  std::vector<double> loads() const;           // FLOPs per slot
+  std::vector<int64_t> state_bytes() const;    // per slot
+};
+
+// Throws ConfigError: a name twice, a dimension below 0, an empty list, a mesh axis below 1, a
+// memory limit that no assignment can keep.
+OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const PlanPolicy& policy);
+
+// The layer of a parameter: the path of its outermost ancestor that is a child of a repeated
+// container. `containers` are the paths of all ModuleList and Sequential modules.
+//   layer_of("net.blocks.3.mlp.fc.weight", {"net.blocks", "net.blocks.3.mlp"}) == "net.blocks.3"
+std::string layer_of(std::string_view parameter, const std::vector<std::string>& containers);
+
+}  // namespace dmuon

@@ -1,0 +1,58 @@
+// The collectives the engine needs, over one process group. The seam under which tests run many
+// ranks as threads, delay, reorder and fail operations.
+//
+// Collective: every rank of the group makes the same calls in the same order, each from one thread
+// at a time. On the host a call returns when its tensors may be used; on an accelerator it enqueues
+// on the current stream. Ranks are group ranks. Tensors are dense, contiguous, on one device.
+// A failure throws RuntimeFailure; after it the transport is closed: every later call throws it too.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace dmuon {
+
+class FlightRing;
+
+struct Broadcast {
+  at::Tensor tensor;  // read on the root, overwritten elsewhere
+  int root = 0;
+};
+
+enum class ReduceOp { sum, max };
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // All of them together. `unit` names the operation in the flight ring.
+  virtual void broadcast(const std::vector<Broadcast>& parts, const std::string& unit) = 0;
+
+  // Sends send_counts[r] elements of `send` to rank r and receives recv_counts[r] from it; both in
+  // rank order. A rank's own counts are 0: it keeps what is its own.
+  virtual void exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts, at::Tensor send,
+                        const std::vector<int64_t>& send_counts, const std::string& unit) = 0;
+
+  virtual void all_reduce(at::Tensor tensor, ReduceOp op, const std::string& unit) = 0;
+
+  // `out` has size() rows of the shape of `in`. in.numel() >= 1 (gloo cannot gather nothing).
+  virtual void all_gather(at::Tensor out, at::Tensor in, const std::string& unit) = 0;
+
+  // Frees ranks that wait in a collective of this group, where the backend can. Any thread.
+  virtual void abort(const std::string& reason) = 0;
+};
+
+// Over c10d: gloo, NCCL, or whatever the group has. `ring` may be null and outlives the transport.
+// With size 1 nothing is communicated.
+std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring);
+
+}  // namespace dmuon

@@ -1,0 +1,3 @@
+#include "kernels/newton_schulz.h"
+
+namespace dmuon {}
