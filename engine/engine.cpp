@@ -43,6 +43,13 @@ void Engine::adopt(int matrix, const at::Tensor& parameter) {
   unit.store.adopt(places_[matrix].slot, parameter);
 }
 
+void Engine::set_value(int matrix, const at::Tensor& value) {
+  auto& unit = units_[places_[matrix].unit];
+  unit.published.wait();
+  unit.store.set_value(places_[matrix].slot, value);
+  release(unit);
+}
+
 void Engine::advance(UnitRuntime& unit, UnitCall call) {
   unit.state = next_state(unit.state, call, unit.store.name());
 }

@@ -71,6 +71,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Place place(int matrix) const { return places_[matrix]; }
   Slot& slot(int matrix);
   void adopt(int matrix, const at::Tensor& parameter);
+  // A new value for a matrix, on every rank; the owner's counts.
+  void set_value(int matrix, const at::Tensor& value);
 
   // Hooks.
   void enter(int boundary);

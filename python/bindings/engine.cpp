@@ -75,11 +75,7 @@ void bind_engine(py::module_& m) {
              const at::Tensor master = e.store(place.unit).master(place.slot);
              return master.defined() ? std::optional(master) : std::nullopt;
            })
-      .def("set_value",
-           [](Engine& e, int matrix, const at::Tensor& value) {
-             const auto place = e.place(matrix);
-             e.store(place.unit).set_value(place.slot, value);
-           })
+      .def("set_value", &Engine::set_value, py::arg("matrix"), py::arg("value"), Release())
       .def("counters", &counters);
 }
 
