@@ -32,6 +32,7 @@ class Task final : public Event::State {
  private:
   friend class Strand;
   bool ready() const { return pending_.load(std::memory_order_acquire) == 0; }
+  std::vector<std::shared_ptr<Task>> depends_on() const;  // of other lanes, not yet ended
   std::exception_ptr run() noexcept;
   void release() noexcept;
 
@@ -68,6 +69,7 @@ class Strand : public std::enable_shared_from_this<Strand> {
 
  private:
   bool runnable() const { return !running_ && !queue_.empty() && queue_.front()->ready(); }
+  bool help_others(Lock& lock);
   bool claim_post();
   void post();
   void take_turn();
@@ -93,10 +95,17 @@ void Task::wait() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
+std::vector<TaskPtr> Task::depends_on() const {
+  std::vector<TaskPtr> others;
+  for (const Event& event : after_) {
+    auto other = std::dynamic_pointer_cast<Task>(event.state());
+    if (other && other->strand_ != strand_ && !other->query()) others.push_back(std::move(other));
+  }
+  return others;
+}
+
 void Task::depend_on_others(const TaskPtr& task) {
-  for (const Event& event : task->after_) {
-    auto* other = dynamic_cast<Task*>(event.state().get());
-    if (!other || other->strand_ == task->strand_) continue;
+  for (const TaskPtr& other : task->depends_on()) {
     task->pending_.fetch_add(1, std::memory_order_relaxed);
     if (!other->strand_->subscribe(*other, task)) task->pending_.fetch_sub(1);
   }
@@ -166,10 +175,21 @@ void Strand::run_until(const Task& task) {
     }
     if (runnable() && !closed_) {
       run_ready(lock, &task);
-    } else {
+    } else if (!help_others(lock)) {
       changed_.wait(lock);
     }
   }
+}
+
+// An idle lane waits for events of other lanes: those are what the caller waits for, too.
+bool Strand::help_others(Lock& lock) {
+  if (running_ || closed_ || queue_.empty()) return false;
+  const TaskPtr head = queue_.front();
+  const std::vector<TaskPtr> others = head->depends_on();
+  lock.unlock();
+  for (const TaskPtr& other : others) other->strand_->run_until(*other);
+  lock.lock();
+  return !others.empty();
 }
 
 bool Strand::subscribe(Task& task, TaskPtr dependent) {

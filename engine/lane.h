@@ -51,8 +51,8 @@ class Event {
 // Work is submitted from any thread; `submit` never blocks on the host lane.
 //
 // A task that throws poisons its lane: later tasks of the lane do not run, their events carry the
-// first failure. A task whose `after` failed does not run and fails the same way, and so poisons its
-// lane too. `reset` clears it. What a task holds is released before its event is reached.
+// first failure. A task whose `after` failed does not run and fails the same way, and so poisons
+// its lane too. `reset` clears it. What a task holds is released before its event is reached.
 class Lane {
  public:
   virtual ~Lane() = default;

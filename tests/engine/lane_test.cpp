@@ -1,5 +1,6 @@
 #include "engine/lane.h"
 
+#include <ATen/Parallel.h>
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -123,6 +124,16 @@ TEST_P(AnyLane, WorkRunsWithoutAutogradAndOutsideInferenceMode) {
   EXPECT_TRUE(c10::InferenceMode::is_enabled());
 }
 
+TEST_P(AnyLane, WorkUsesOneIntraOpThreadAndLeavesTheCallersCountAlone) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(3);
+  int inside = 0;
+  lane_->submit([&] { inside = at::get_num_threads(); }).wait();
+  EXPECT_EQ(inside, 1);
+  EXPECT_EQ(at::get_num_threads(), 3);
+  at::set_num_threads(before);
+}
+
 TEST_P(AnyLane, ATaskMaySubmitToItsOwnLane) {
   std::vector<int> seen;
   lane_->submit([&] { lane_->submit([&] { seen.push_back(1); }); }).wait();
@@ -221,6 +232,19 @@ TEST(HostLane, LanesThatFeedEachOtherComeToAnEnd) {
   }
   event.wait();
   EXPECT_EQ(value, 500);
+}
+
+TEST(HostLane, LanesThatWaitForEachOtherAreToldSo) {
+  auto a = make_host_lane("a"), b = make_host_lane("b");
+  Gate gate;
+  std::promise<Event> later;
+  const Event first = a->submit([&, held = gate.task()] {
+    held();
+    later.get_future().get().wait();
+  });
+  later.set_value(b->submit(nothing, {a->submit(nothing)}));
+  gate.open();
+  EXPECT_THAT(waiting(first), ThrowsMessage<ConfigError>(HasSubstr("lane 'a' waits for work")));
 }
 
 TEST(HostLane, DestroyingItWaitsForTheTaskInProgressAndDropsTheOthers) {
