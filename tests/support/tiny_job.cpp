@@ -1,5 +1,6 @@
 #include "tests/support/tiny_job.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/linspace.h>
 #include <ATen/ops/sin.h>
