@@ -4,7 +4,9 @@
 
 namespace dmuon {
 
-inline constexpr int64_t kGrain = 32768;  // elements below which a second thread does not pay
+// Elements below which a second thread does not pay. at::parallel_for uses a second one only where
+// this target is compiled with OpenMP; without, the caller's thread does it all.
+inline constexpr int64_t kGrain = 32768;
 
 inline bool is_flat(const at::Tensor& x, at::ScalarType dtype) {
   return x.is_cpu() && x.scalar_type() == dtype && x.is_contiguous();

@@ -12,6 +12,17 @@
 
 namespace dmuon {
 
+NewtonSchulz with(NsAlgorithm algorithm, NsDtype dtype) {
+  NewtonSchulz options;
+  options.algorithm = algorithm;
+  options.dtype = dtype;
+  return options;
+}
+
+at::Tensor exact(const at::Tensor& x, const NewtonSchulz& options) {
+  return newton_schulz_reference(x.to(at::kDouble), options);
+}
+
 at::Tensor random_matrix(std::vector<int64_t> sizes, uint64_t seed) {
   at::Tensor x = at::empty(sizes, at::kDouble);
   std::mt19937_64 engine(seed);

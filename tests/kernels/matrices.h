@@ -9,6 +9,19 @@
 
 namespace dmuon {
 
+inline constexpr double kEpsilon = 0x1p-24;  // of float32
+
+// Five steps are some twenty products deep, and what each rounds off near zero grows by the slope
+// that the polynomial has there: 804 for Polar Express, the steepest set.
+inline constexpr double kTolerance = 20 * 804 * kEpsilon;
+
+NewtonSchulz with(NsAlgorithm algorithm, NsDtype dtype = NsDtype::automatic);
+
+inline at::Tensor float32(const at::Tensor& x) { return x.to(at::kFloat); }
+
+// The reference in float64.
+at::Tensor exact(const at::Tensor& x, const NewtonSchulz& options = {});
+
 // float64, uniform in [-1, 1], the same for the same seed.
 at::Tensor random_matrix(std::vector<int64_t> sizes, uint64_t seed = 1);
 

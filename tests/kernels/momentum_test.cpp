@@ -14,7 +14,7 @@ namespace dmuon {
 namespace {
 
 // Results are sums of two terms of magnitude at most 2, each rounded once or twice in float32.
-constexpr double kTolerance = 4 * 2 * 0x1p-24;
+constexpr double kRounding = 4 * 2 * kEpsilon;
 
 double largest_difference(const at::Tensor& a, const at::Tensor& b) {
   return (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
@@ -29,8 +29,8 @@ void expect_momentum(at::Tensor buf, const at::Tensor& grad, bool nesterov, at::
   const at::Tensor want_buf = buf.to(at::kDouble) * 0.95 + wide;
   const at::Tensor want_u = nesterov ? wide + want_buf * 0.95 : want_buf;
   momentum_update(buf, grad, 0.95, nesterov, u);
-  EXPECT_LE(largest_difference(buf, want_buf), kTolerance);
-  EXPECT_LE(largest_difference(u, want_u), kTolerance);
+  EXPECT_LE(largest_difference(buf, want_buf), kRounding);
+  EXPECT_LE(largest_difference(u, want_u), kRounding);
 }
 
 TEST(MomentumUpdate, IsTheFormulaForEveryDtypeAndLayout) {
@@ -84,7 +84,7 @@ TEST(ApplyUpdate, DecaysThenSubtracts) {
     const at::Tensor want =
         weight.to(at::kDouble) * (1 - 0.02 * 0.1) - o.to(at::kDouble) * (0.02 * 1.6);
     apply_update(weight, o, 0.02, 0.1, 1.6);
-    EXPECT_LE(largest_difference(weight, want), kTolerance);
+    EXPECT_LE(largest_difference(weight, want), kRounding);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/ones.h>
@@ -76,6 +77,16 @@ TEST(SumPieces, ReadsAPieceThatIsItsOutput) {
   const at::Tensor other = flat(1500, 2), want = other + out;
   sum_pieces(out, {other, out}, 1, false);
   EXPECT_TRUE(at::equal(out, want));
+}
+
+TEST(SumPieces, WidensEveryFloat16Exactly) {
+  const at::Tensor all = at::arange(-32768, 32768, at::kShort).view(at::kHalf);
+  const at::Tensor want = all.to(at::kFloat);
+  at::Tensor out = at::empty({1 << 16}, at::kFloat);
+  sum_pieces(out, {all}, 1, false);
+  EXPECT_TRUE(at::equal(out.nan_to_num(7), want.nan_to_num(7)));
+  EXPECT_TRUE(at::equal(out.isnan(), want.isnan()));
+  EXPECT_TRUE(at::equal(out.signbit(), want.signbit()));
 }
 
 TEST(SumPieces, SkipsUndefinedPieces) {
