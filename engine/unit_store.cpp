@@ -74,13 +74,17 @@ void UnitStore::prepare(at::ScalarType compute_dtype) {
   const at::Device device = slots_.front().parameter.device();
   for (auto& segment : segments_) {
     segment.buffer = FlatBuffer(segment.numel, compute_dtype, device);
-    if (!segment.master.defined()) continue;
-    segment.buffer.allocate();
+    segment.buffer.allocate();  // views can be made of allocated memory only
+    for (int i = 0; i < segment.slots; ++i) {
+      Slot& slot = slots_[segment.first_slot + i];
+      slot.whole = segment.buffer.view(slot.offset, slot.sizes);
+    }
+    if (!segment.master.defined()) {
+      segment.buffer.free();
+      continue;
+    }
     segment.buffer.flat().copy_(segment.master);
     if (segment.master.scalar_type() == compute_dtype) segment.master = segment.buffer.flat();
-  }
-  for (auto& slot : slots_) {
-    slot.whole = segments_[slot.segment].buffer.view(slot.offset, slot.sizes);
   }
   prepared_ = true;
 }

@@ -21,7 +21,9 @@ TEST(FlatBuffer, HoldsNoMemoryUntilAllocatedAndAfterFree) {
 
 TEST(FlatBuffer, ViewsMadeBeforeSeeWhatIsAllocatedLater) {
   FlatBuffer buffer(6, at::kFloat, at::kCPU);
+  buffer.allocate();
   const at::Tensor view = buffer.view(2, {2, 2});
+  buffer.free();
   buffer.allocate();
   buffer.flat().copy_(at::arange(6, at::kFloat));
   EXPECT_EQ(view[1][1].item<float>(), 5);
