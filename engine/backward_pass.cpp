@@ -190,16 +190,25 @@ void Engine::arm_late(UnitRuntime& unit, int s) {
   slot.parameter.mutable_grad() = fresh;
 }
 
-// Gradients of other ranks may be lost to an exception; what has been accumulated here stays.
+// What an unfinished pass has reached is dropped: zero_grad may have been called since, and cannot
+// be told from what the pass itself has put aside.
 void Engine::reset() {
   in_pass_ = false;
   for (auto& unit : units_) {
     collect(unit);
-    if (unit.armed) hand_out(unit);
+    if (unit.armed) drop_gradients(unit);
     unit.depth = 0;
     release(unit);
     advance(unit, UnitCall::reset);
   }
+  ++counters_.aborted_passes;
+}
+
+void Engine::drop_gradients(UnitRuntime& unit) {
+  for (auto& slot : unit.store.slots()) {
+    slot.parameter.mutable_grad() = slot.reduced = slot.local = slot.shown_grad = at::Tensor();
+  }
+  unit.armed = unit.issued = unit.refired = false;
 }
 
 }  // namespace dmuon

@@ -23,7 +23,7 @@ struct Call {
   int root;  // -1: none
   int64_t tensor_bytes;
   int64_t sent_bytes;
-  std::function<Work()> issue;
+  std::function<Work(c10d::ProcessGroup&)> issue;
   int64_t sequence = -1;
   Work work{};
   bool done = false;
@@ -73,12 +73,12 @@ class C10dTransport final : public Transport {
     require_exchange(recv, recv_counts, send, send_counts, rank(), size(), unit);
     const int64_t bytes = send.nbytes();
     run({Op::exchange, -1, bytes, bytes,
-         [&] {
+         [&](c10d::ProcessGroup& group) {
            at::Tensor out = as_bytes(recv), in = as_bytes(send);
            auto out_splits = times(recv_counts, recv.element_size());
            auto in_splits = times(send_counts, send.element_size());
-           return group_->alltoall_base(out, in, out_splits, in_splits,
-                                        options_for<c10d::AllToAllOptions>(recv));
+           return group.alltoall_base(out, in, out_splits, in_splits,
+                                      options_for<c10d::AllToAllOptions>(recv));
          }},
         unit);
   }
@@ -87,11 +87,11 @@ class C10dTransport final : public Transport {
     require_dense(tensor, unit);
     const int64_t bytes = tensor.nbytes();
     run({Op::all_reduce, -1, bytes, traffic_.all_reduce(bytes),
-         [&] {
+         [&](c10d::ProcessGroup& group) {
            std::vector<at::Tensor> tensors{tensor};
            auto options = options_for<c10d::AllreduceOptions>(tensor);
            options.reduceOp = op == ReduceOp::sum ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
-           return group_->allreduce(tensors, options);
+           return group.allreduce(tensors, options);
          }},
         unit);
   }
@@ -101,17 +101,18 @@ class C10dTransport final : public Transport {
     if (size() == 1) out.view({-1}).copy_(in.view({-1}));
     const int64_t bytes = in.nbytes();
     run({Op::all_gather, -1, bytes, traffic_.all_gather(bytes),
-         [&] {
+         [&](c10d::ProcessGroup& group) {
            at::Tensor to = as_bytes(out), from = as_bytes(in);
-           return group_->_allgather_base(to, from, options_for<c10d::AllgatherOptions>(in));
+           return group._allgather_base(to, from, options_for<c10d::AllgatherOptions>(in));
          }},
         unit);
   }
 
   void abort(const std::string& reason) override {
     close("aborted: " + reason);
+    const Group group = release_group();
     try {
-      group_->abort();
+      if (group) group->abort();
     } catch (const std::exception&) {  // the reason is what matters, not how the backend took it
     }
   }
@@ -119,11 +120,12 @@ class C10dTransport final : public Transport {
  private:
   Call broadcast_call(const Broadcast& part) const {
     const int64_t bytes = part.tensor.nbytes();
-    return {Op::broadcast, part.root, bytes, traffic_.broadcast(part.root, bytes), [this, &part] {
+    return {Op::broadcast, part.root, bytes, traffic_.broadcast(part.root, bytes),
+            [&part](c10d::ProcessGroup& group) {
               std::vector<at::Tensor> tensors{as_bytes(part.tensor)};
               auto options = options_for<c10d::BroadcastOptions>(part.tensor);
               options.rootRank = part.root;
-              return group_->broadcast(tensors, options);
+              return group.broadcast(tensors, options);
             }};
   }
 
@@ -135,20 +137,20 @@ class C10dTransport final : public Transport {
 
   // Issues all, then waits for all.
   void run(std::vector<Call>& calls, const std::string& unit) {
-    require_open(unit);
+    const Group group = open_group(unit);
     if (size() == 1) return;
     size_t at = 0;
     try {
-      for (at = 0; at < calls.size(); ++at) issue(calls[at], unit);
+      for (at = 0; at < calls.size(); ++at) issue(calls[at], *group, unit);
       for (at = 0; at < calls.size(); ++at) finish(calls[at]);
     } catch (const std::exception& failure) {
       fail(calls, calls[at], unit, text_of(failure));
     }
   }
 
-  void issue(Call& call, const std::string& unit) {
+  void issue(Call& call, c10d::ProcessGroup& group, const std::string& unit) {
     if (ring_) call.sequence = ring_->begin(call.op, unit, call.root, call.sent_bytes);
-    call.work = call.issue();
+    call.work = call.issue(group);
   }
 
   void finish(Call& call) {
@@ -175,22 +177,27 @@ class C10dTransport final : public Transport {
     closed_ += (closed_.empty() ? "" : "; ") + reason;
   }
 
+  Group release_group() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(group_, nullptr);
+  }
+
   std::string closed_reason() const {
     std::lock_guard lock(mutex_);
     return closed_;
   }
 
-  void require_open(const std::string& unit) const {
-    const std::string reason = closed_reason();
-    if (reason.empty()) return;
-    throw RuntimeFailure(message("'", unit, "': this group is closed since ", reason));
+  Group open_group(const std::string& unit) const {
+    std::lock_guard lock(mutex_);
+    if (closed_.empty()) return group_;
+    throw RuntimeFailure(message("'", unit, "': this group is closed since ", closed_));
   }
 
-  const Group group_;
+  mutable std::mutex mutex_;
+  Group group_;         // null once aborted
+  std::string closed_;  // why; empty while open
   FlightRing* const ring_;
   const Traffic traffic_;
-  mutable std::mutex mutex_;
-  std::string closed_;
 };
 
 Group resolve(const std::string& group_name) {

@@ -47,6 +47,7 @@ struct Counters {
   int64_t materialisations = 0;  // of a unit
   int64_t reductions = 0;
   int64_t sent_bytes_last_step = 0;  // this rank's, since the step before
+  int64_t aborted_passes = 0;  // backward passes that ended with an exception
   int64_t reduce_wait_us = 0;        // the training thread waited for reductions this long
 };
 
@@ -81,7 +82,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Lets reductions in flight end and hands out their results. Idempotent, legal at any point.
   void wait_reductions();
 
-  // Ends whatever an exception has left: buffers freed, units idle, gradients kept as they are.
+  // Ends a backward pass that an exception has left unfinished: buffers freed, units idle, and no
+  // gradient in the units that the pass had reached.
   void reset();
 
   // For the optimizer. `begin_step` waits for everything in flight; between the two no unit is whole.
@@ -130,6 +132,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_pass();
   void collect(UnitRuntime& unit);
   void hand_out(UnitRuntime& unit);
+  static void drop_gradients(UnitRuntime& unit);
 
   EngineConfig config_;
   Channels channels_;

@@ -181,15 +181,16 @@ void Strand::run_until(const Task& task) {
   }
 }
 
-// An idle lane waits for events of other lanes: those are what the caller waits for, too.
+// An idle lane waits for events of other lanes: those are what the caller waits for, too. Did it
+// let go of the lock, so that everything may have changed?
 bool Strand::help_others(Lock& lock) {
   if (running_ || closed_ || queue_.empty()) return false;
-  const TaskPtr head = queue_.front();
-  const std::vector<TaskPtr> others = head->depends_on();
+  const std::vector<TaskPtr> others = queue_.front()->depends_on();
+  if (others.empty()) return false;  // still locked: the caller misses no change
   lock.unlock();
   for (const TaskPtr& other : others) other->strand_->run_until(*other);
   lock.lock();
-  return !others.empty();
+  return true;
 }
 
 bool Strand::subscribe(Task& task, TaskPtr dependent) {

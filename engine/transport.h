@@ -48,7 +48,9 @@ class Transport {
   // `out` has size() rows of the shape of `in`. in.numel() >= 1 (gloo cannot gather nothing).
   virtual void all_gather(at::Tensor out, at::Tensor in, const std::string& unit) = 0;
 
-  // Frees ranks that wait in a collective of this group, where the backend can. Any thread.
+  // Closes the transport and frees the ranks that wait in a collective of this group, where the
+  // backend can. gloo cannot: there its peers are freed when this process ends the group
+  // (destroy_process_group; the transport no longer holds it), or by their timeout. Any thread.
   virtual void abort(const std::string& reason) = 0;
 };
 

@@ -30,6 +30,7 @@ py::dict counters(const Engine& engine) {
   d["materialisations"] = c.materialisations;
   d["reductions"] = c.reductions;
   d["sent_bytes_last_step"] = c.sent_bytes_last_step;
+  d["aborted_passes"] = c.aborted_passes;
   d["reduce_wait_us"] = c.reduce_wait_us;
   return d;
 }

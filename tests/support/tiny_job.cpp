@@ -2,8 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/linspace.h>
-#include <ATen/ops/sin.h>
+#include <ATen/ops/arange.h>
 
 namespace dmuon::testing {
 namespace {
@@ -12,15 +11,19 @@ constexpr double kLr = 0.05;
 constexpr double kMomentum = 0.9;
 constexpr double kDecay = 0.1;
 
+// Uniform in [-1/2, 1/2), without structure: a matrix of it has full rank.
+at::Tensor noise(int seed, int64_t numel) {
+  const at::Tensor index = at::arange(numel, at::kDouble) + 1000 * seed;
+  return (((index + 1) * 12.9898).sin() * 43758.5453).frac().remainder(1) - 0.5;
+}
+
 std::map<std::string, at::Tensor> initial_weights() {
   std::map<std::string, at::Tensor> weights;
   int seed = 1;
   for (const char* block : {"blocks.0", "blocks.1"}) {
     for (const auto& [name, rows, cols] :
          {std::tuple{"down", 4, 7}, std::tuple{"up", 7, 4}}) {
-      const auto phase = at::linspace(seed, seed + rows * cols, rows * cols, at::kDouble);
-      weights[std::string(block) + "." + name] =
-          (phase * 12.9898).sin().view({rows, cols}).mul(0.6).contiguous();
+      weights[std::string(block) + "." + name] = noise(seed, rows * cols).view({rows, cols}) * 1.2;
       ++seed;
     }
   }
@@ -136,8 +139,7 @@ void TinyReference::zero_grad() {
 at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).mean(); }
 
 at::Tensor tiny_batch(int seed, int rows) {
-  const auto phase = at::linspace(seed, seed + rows * 4, rows * 4, at::kDouble);
-  return (phase * 78.233).sin().view({rows, 4});
+  return noise(100 + seed, rows * 4).view({rows, 4}) * 4;
 }
 
 at::Tensor share_of(const at::Tensor& batch, int rank, int size) {
