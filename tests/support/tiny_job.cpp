@@ -107,8 +107,8 @@ std::map<std::string, at::Tensor> TinyJob::owned_weights() {
   return owned;
 }
 
-TinyReference::TinyReference() : parameters_(initial_weights()) {
-  for (auto& [name, parameter] : parameters_) parameter.set_requires_grad(true);
+TinyReference::TinyReference(c10::ScalarType dtype) : parameters_(initial_weights()) {
+  for (auto& [name, weight] : parameters_) weight = weight.to(dtype).set_requires_grad(true);
 }
 
 at::Tensor TinyReference::block(int index, const at::Tensor& h, int used) {
@@ -126,7 +126,9 @@ void TinyReference::step() {
     if (!gradient.defined()) continue;
     at::Tensor& buffer = momentum_[name];
     buffer = buffer.defined() ? buffer * kMomentum + gradient : gradient.clone();
-    const at::Tensor o = newton_schulz_reference(gradient + kMomentum * buffer, NewtonSchulz{});
+    const at::Tensor u = gradient + kMomentum * buffer;
+    const at::Tensor o = u.scalar_type() == at::kDouble ? newton_schulz_reference(u, {})
+                                                        : newton_schulz(u, {});
     const double scale = adjusted_scale(AdjustLr::match_rms_adamw, weight.size(0), weight.size(1));
     weight.mul_(1 - kLr * kDecay).sub_(o, kLr * scale);
   }
@@ -140,6 +142,32 @@ at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).mean(); }
 
 at::Tensor tiny_batch(int seed, int rows) {
   return noise(100 + seed, rows * 4).view({rows, 4}) * 4;
+}
+
+double relative_error(const std::map<std::string, at::Tensor>& got,
+                      const std::map<std::string, at::Tensor>& truth) {
+  double worst = 0;
+  for (const auto& [name, weight] : truth) {
+    const at::Tensor difference = got.at(name).detach().to(at::kDouble) - weight.detach();
+    worst = std::max(worst, (difference.norm() / weight.detach().norm()).item<double>());
+  }
+  return worst;
+}
+
+Expected expected_of(int rows, const ReferenceScript& script) {
+  TinyReference truth;
+  script(truth, [&](int seed) { return tiny_batch(seed, rows); });
+  Expected expected{truth.weights(), 5e-7};
+  for (const bool reversed : {false, true}) {
+    TinyReference plain(at::kFloat);
+    script(plain, [&](int seed) {
+      const at::Tensor x = tiny_batch(seed, rows).to(at::kFloat);
+      return reversed ? x.flip(0) : x;
+    });
+    expected.tolerance =
+        std::max(expected.tolerance, 2 * relative_error(plain.weights(), truth.weights()));
+  }
+  return expected;
 }
 
 at::Tensor share_of(const at::Tensor& batch, int rank, int size) {

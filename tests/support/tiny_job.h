@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -57,10 +58,11 @@ class TinyJob {
   std::map<std::string, at::Tensor> parameters_;
 };
 
-// The same job in one process and float64, without an engine.
+// The same job in one process, without an engine. In float64 it is the truth, and uses the plain
+// Newton-Schulz reference; in float32 it is what rounding makes of it.
 class TinyReference {
  public:
-  TinyReference();
+  explicit TinyReference(c10::ScalarType dtype = c10::ScalarType::Double);
   at::Tensor block(int index, const at::Tensor& h, int used = 2);
   at::Tensor forward(const at::Tensor& x);
   void step();
@@ -74,6 +76,20 @@ class TinyReference {
 at::Tensor loss_of(const at::Tensor& output);
 // [rows, 4], float64, a function of seed alone.
 at::Tensor tiny_batch(int seed, int rows);
+
+// 5e-7 relative (the contract), or twice the error of one process in float32, on the batch as it is
+// and with its rows in reverse order, where that is more: Newton-Schulz amplifies rounding by up to
+// its slope at zero, 800. `script` trains a reference; `x` gives it its batches.
+using Batch = std::function<at::Tensor(int seed)>;
+using ReferenceScript = std::function<void(TinyReference&, const Batch& x)>;
+struct Expected {
+  std::map<std::string, at::Tensor> weights;  // float64
+  double tolerance = 0;
+};
+Expected expected_of(int rows, const ReferenceScript& script);
+double relative_error(const std::map<std::string, at::Tensor>& got,
+                      const std::map<std::string, at::Tensor>& truth);
+
 // Rank's slice in float32.
 at::Tensor share_of(const at::Tensor& batch, int rank, int size);
 
