@@ -12,10 +12,19 @@ static_assert(std::endian::native == std::endian::little, "words are read as lit
 constexpr uint64_t kA = 0xd6e8feb86659fd93;
 constexpr uint64_t kB = 0xa0761d6478bd642f;
 
-uint64_t load(const char* bytes, size_t count) {
-  uint64_t word = 0;
-  std::memcpy(&word, bytes, count);
+template <class Word>
+uint64_t load(const char* bytes) {
+  Word word = 0;
+  std::memcpy(&word, bytes, sizeof(word));
   return word;
+}
+
+// Up to 8 bytes as one word; different texts of one length give different words.
+uint64_t load_tail(const char* bytes, size_t count) {
+  if (count >= 4) return load<uint32_t>(bytes) | load<uint32_t>(bytes + count - 4) << 32;
+  if (count == 0) return 0;
+  return load<uint8_t>(bytes) | load<uint8_t>(bytes + count / 2) << 8 |
+         load<uint8_t>(bytes + count - 1) << 16;
 }
 
 uint64_t avalanche(uint64_t word) {
@@ -54,8 +63,8 @@ Hasher& Hasher::add(std::string_view text) {
   mix(text.size());
   const char* bytes = text.data();
   size_t left = text.size();
-  for (; left >= 8; left -= 8, bytes += 8) mix(load(bytes, 8));
-  if (left > 0) mix(load(bytes, left));
+  for (; left >= 8; left -= 8, bytes += 8) mix(load<uint64_t>(bytes));
+  if (left > 0) mix(load_tail(bytes, left));
   return *this;
 }
 

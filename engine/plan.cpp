@@ -39,7 +39,12 @@ void check(const PlanPolicy& policy) {
   }
 }
 
-void check(const Matrix& matrix) {
+void check(const Matrix& matrix, const Matrix* before) {
+  if (before != nullptr && before->name == matrix.name) {
+    throw ConfigError(message("'", matrix.name, "' is listed twice (units '", before->unit,
+                              "' and '", matrix.unit,
+                              "'); list a tied weight once, under its smallest name."));
+  }
   if (matrix.batch < 0 || matrix.rows < 0 || matrix.cols < 0) {
     throw ConfigError(message("'", matrix.name, "' is ", matrix.batch, " x ", matrix.rows, " x ",
                               matrix.cols, " (batch x rows x cols); no size may be below 0."));
@@ -50,24 +55,113 @@ void check(const Matrix& matrix) {
   }
 }
 
-void check(const std::vector<Matrix>& sorted) {
-  for (size_t i = 0; i < sorted.size(); ++i) {
-    if (i > 0 && sorted[i].name == sorted[i - 1].name) {
-      throw ConfigError(message("'", sorted[i].name, "' is listed twice (units '",
-                                sorted[i - 1].unit, "' and '", sorted[i].unit,
-                                "'); list a tied weight once, under its smallest name."));
+std::vector<std::string_view> names_of(const std::vector<Matrix>& matrices) {
+  std::vector<std::string_view> names;
+  names.reserve(matrices.size());
+  for (const Matrix& matrix : matrices) names.push_back(matrix.name);
+  return names;
+}
+
+// Texts as numbers; equal texts have equal numbers.
+class Ids {
+ public:
+  // `same`: as the one before, which neighbours in name order mostly are.
+  void add(std::string_view text, bool same) {
+    of_matrix.push_back(same ? of_matrix.back() : find(text));
+  }
+
+  void renumber_by_name() {
+    const std::vector<int32_t> order = order_by_name(names);
+    std::vector<int32_t> place(order.size());
+    std::vector<std::string_view> sorted(order.size());
+    for (size_t i = 0; i < order.size(); ++i) {
+      place[order[i]] = static_cast<int32_t>(i);
+      sorted[i] = names[order[i]];
     }
-    check(sorted[i]);
+    for (int32_t& id : of_matrix) id = place[id];
+    names = std::move(sorted);
+  }
+
+  std::vector<int32_t> of_matrix;
+  std::vector<std::string_view> names;  // by number
+
+ private:
+  int32_t find(std::string_view text) {
+    const auto [entry, added] = known_.try_emplace(text, static_cast<int32_t>(names.size()));
+    if (added) names.push_back(text);
+    return entry->second;
+  }
+
+  std::unordered_map<std::string_view, int32_t> known_;
+};
+
+void add(Hasher& hasher, const Mesh& mesh, const PlanPolicy& policy) {
+  for (int64_t value : {mesh.shard, mesh.replicate, static_cast<int64_t>(policy.strategy),
+                        static_cast<int64_t>(policy.cost_model), policy.max_owners_per_group,
+                        policy.memory_limit_bytes, int64_t{policy.pack}, int64_t{policy.ns_steps},
+                        int64_t{policy.symmetric_products}, int64_t{policy.direct}}) {
+    hasher.add(value);
   }
 }
 
-// order[k] is the place that element k comes from. In place: the list may be large.
+// Reads every matrix once, in name order. They are large and far apart: this is where planning a
+// long list spends its time.
+class Reader {
+ public:
+  explicit Reader(const PlanPolicy& policy) : policy_(policy) {}
+
+  // The matrices stay where they are as long as the ids are used.
+  void add(const Matrix& m, const Matrix* before) {
+    check(m, before);
+    const bool same_unit = before != nullptr && m.unit == before->unit;
+    const bool same_layer = before != nullptr && m.layer == before->layer;
+    units.add(m.unit, same_unit);
+    layers.add(m.layer, same_layer);
+    costs.push_back(newton_schulz_cost(m, policy_));
+    numel.push_back(static_cast<double>(m.batch) * static_cast<double>(m.rows) *
+                    static_cast<double>(m.cols));
+    bytes.push_back(m.state_bytes);
+
+    // One bit says that a text is the one before; it follows only where it is not.
+    const bool same_dtype = before != nullptr && m.dtype == before->dtype;
+    hasher.add(m.name).add(int64_t{same_unit} | same_layer << 1 | same_dtype << 2);
+    hasher.add(static_cast<int64_t>(m.route)).add(m.batch).add(m.rows).add(m.cols);
+    hasher.add(m.state_bytes);
+    if (!same_unit) hasher.add(m.unit);
+    if (!same_layer) hasher.add(m.layer);
+    if (!same_dtype) hasher.add(m.dtype);
+  }
+
+  Ids units, layers;
+  std::vector<double> costs, numel;
+  std::vector<int64_t> bytes;
+  Hasher hasher;
+
+ private:
+  const PlanPolicy& policy_;
+};
+
+void read(const std::vector<Matrix>& sorted, Reader& reader) {
+  const Matrix* before = nullptr;
+  for (const Matrix& matrix : sorted) {
+    reader.add(matrix, before);
+    before = &matrix;
+  }
+}
+
+void prefetch(const Matrix& matrix) {
+  const auto* bytes = reinterpret_cast<const char*>(&matrix);
+  for (size_t line = 0; line < sizeof(Matrix); line += 64) __builtin_prefetch(bytes + line);
+}
+
+// order[k] is the place that element k comes from. In place: new pages would cost as much again.
 void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
   for (int32_t start = 0; start < static_cast<int32_t>(order.size()); ++start) {
     if (order[start] == start) continue;
     Matrix first = std::move(matrices[start]);
     int32_t hole = start;
     while (order[hole] != start) {
+      prefetch(matrices[order[order[hole]]]);
       matrices[hole] = std::move(matrices[order[hole]]);
       hole = std::exchange(order[hole], hole);
     }
@@ -76,85 +170,21 @@ void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
   }
 }
 
-void sort_by_name(std::vector<Matrix>& matrices) {
-  std::vector<std::string_view> names;
-  names.reserve(matrices.size());
-  for (const Matrix& matrix : matrices) names.push_back(matrix.name);
-  permute(matrices, order_by_name(names));
-}
-
-// One string of each matrix as a number; equal strings have equal numbers.
-struct Ids {
-  std::vector<int32_t> of_matrix;
-  std::vector<std::string_view> names;  // by number
-};
-
-Ids number(const std::vector<Matrix>& matrices, std::string Matrix::*text) {
-  Ids ids;
-  ids.of_matrix.reserve(matrices.size());
-  std::unordered_map<std::string_view, int32_t> known;
-  const std::string* last = nullptr;  // neighbours in name order mostly agree
-  for (const Matrix& matrix : matrices) {
-    const std::string& name = matrix.*text;
-    if (last == nullptr || name != *last) {
-      const auto [entry, added] = known.try_emplace(name, static_cast<int32_t>(ids.names.size()));
-      if (added) ids.names.push_back(name);
-      ids.of_matrix.push_back(entry->second);
-    } else {
-      ids.of_matrix.push_back(ids.of_matrix.back());
-    }
-    last = &name;
-  }
-  return ids;
-}
-
-// Renumbers by name.
-void sort_ids(Ids& ids) {
-  const std::vector<int32_t> order = order_by_name(ids.names);
-  std::vector<int32_t> place(order.size());
-  std::vector<std::string_view> names(order.size());
-  for (size_t i = 0; i < order.size(); ++i) {
-    place[order[i]] = static_cast<int32_t>(i);
-    names[i] = ids.names[order[i]];
-  }
-  for (int32_t& id : ids.of_matrix) id = place[id];
-  ids.names = std::move(names);
-}
-
-std::vector<int32_t> layers_of(const std::vector<Matrix>& matrices) {
-  Ids ids = number(matrices, &Matrix::layer);
-  const auto none = std::find(ids.names.begin(), ids.names.end(), "") - ids.names.begin();
-  for (int32_t& id : ids.of_matrix) id = id == none ? -1 : id;
-  return std::move(ids.of_matrix);
-}
-
-std::vector<double> weights(const OwnershipPlan& plan) {
-  if (plan.policy.cost_model == CostModel::optimizer) return plan.costs;
-  std::vector<double> numel;
-  for (const Matrix& matrix : plan.matrices) {
-    numel.push_back(static_cast<double>(matrix.batch) * static_cast<double>(matrix.rows) *
-                    static_cast<double>(matrix.cols));
-  }
-  return numel;
-}
-
-std::vector<int64_t> bytes_of(const std::vector<Matrix>& matrices) {
-  std::vector<int64_t> bytes;
-  bytes.reserve(matrices.size());
-  for (const Matrix& matrix : matrices) bytes.push_back(matrix.state_bytes);
-  return bytes;
-}
-
-std::vector<int32_t> owners_of(const OwnershipPlan& plan, const std::vector<int32_t>& units) {
-  const AssignProblem problem{.costs = weights(plan),
-                              .bytes = bytes_of(plan.matrices),
-                              .units = units,
-                              .layers = layers_of(plan.matrices),
+std::vector<int32_t> make_owners(const OwnershipPlan& plan, Reader& reader,
+                                 const std::vector<int32_t>& order) {
+  const auto& names = reader.layers.names;
+  const auto none = std::find(names.begin(), names.end(), "") - names.begin();
+  for (int32_t& id : reader.layers.of_matrix) id = id == none ? -1 : id;
+  const bool by_numel = plan.policy.cost_model == CostModel::numel;
+  const AssignProblem problem{.costs = by_numel ? reader.numel : reader.costs,
+                              .bytes = reader.bytes,
+                              .units = reader.units.of_matrix,
+                              .layers = reader.layers.of_matrix,
                               .slots = plan.mesh.slots(),
                               .memory_limit = plan.policy.memory_limit_bytes,
                               .max_owners = plan.policy.max_owners_per_group};
-  return plan.policy.strategy == OwnerStrategy::lpt ? assign_lpt(problem)
-                                                    : assign_round_robin(problem);
+  if (plan.policy.strategy == OwnerStrategy::round_robin) return assign_round_robin(problem);
+  return assign_lpt(problem, by_numel ? order_descending(problem.costs) : order);
 }
 
 // A counting sort: stable.
@@ -168,84 +198,91 @@ std::vector<int32_t> sorted_by(const std::vector<int32_t>& keys, int64_t largest
   return sorted;
 }
 
-std::vector<Unit> make_units(const OwnershipPlan& plan, const Ids& units) {
+// Where in `order` the segments begin, and its end. `order` has units together, and in them, if
+// packed, owners together.
+std::vector<size_t> segment_starts(const OwnershipPlan& plan, const std::vector<int32_t>& units,
+                                   const std::vector<int32_t>& order) {
+  std::vector<size_t> starts{0};
+  for (size_t i = 1; i < order.size(); ++i) {
+    const int32_t a = order[i - 1], b = order[i];
+    const bool together = units[a] == units[b] && plan.owners[a] == plan.owners[b];
+    if (!plan.policy.pack || !together) starts.push_back(i);
+  }
+  starts.push_back(order.size());
+  return starts;
+}
+
+std::vector<Unit> make_units(const OwnershipPlan& plan, const Ids& ids) {
   std::vector<int32_t> order(plan.matrices.size());
   std::iota(order.begin(), order.end(), 0);
   if (plan.policy.pack) order = sorted_by(plan.owners, plan.mesh.slots(), order);
-  order = sorted_by(units.of_matrix, static_cast<int64_t>(units.names.size()), order);
+  order = sorted_by(ids.of_matrix, static_cast<int64_t>(ids.names.size()), order);
 
-  std::vector<Unit> result;
-  result.reserve(units.names.size());
-  for (std::string_view name : units.names) result.push_back({std::string(name), {}});
-  for (int32_t i : order) {
-    std::vector<Segment>& segments = result[units.of_matrix[i]].segments;
-    const bool joins =
-        plan.policy.pack && !segments.empty() && segments.back().owner == plan.owners[i];
-    if (!joins) segments.push_back({plan.owners[i], {}});
-    segments.back().matrices.push_back(i);
+  const std::vector<size_t> starts = segment_starts(plan, ids.of_matrix, order);
+  std::vector<size_t> segments(ids.names.size());
+  for (size_t k = 0; k + 1 < starts.size(); ++k) ++segments[ids.of_matrix[order[starts[k]]]];
+  std::vector<Unit> units(ids.names.size());
+  for (size_t u = 0; u < units.size(); ++u) {
+    units[u].name = ids.names[u];
+    units[u].segments.reserve(segments[u]);
   }
-  return result;
+  for (size_t k = 0; k + 1 < starts.size(); ++k) {
+    const int32_t* first = order.data() + starts[k];
+    const int32_t* last = order.data() + starts[k + 1];
+    units[ids.of_matrix[*first]].segments.push_back(
+        {plan.owners[*first], std::vector<int32_t>(first, last)});
+  }
+  return units;
 }
 
 // The most state that matrices whose costs fit into `load` can have, parts of matrices allowed: by
 // falling bytes per cost. No owner has more.
-int64_t most_bytes(const OwnershipPlan& plan, double load) {
-  using Density = std::pair<double, int32_t>;
-  std::vector<Density> heap;
-  double bytes = 0;
-  for (int32_t i = 0; i < static_cast<int32_t>(plan.costs.size()); ++i) {
-    const auto state = static_cast<double>(plan.matrices[i].state_bytes);
-    if (plan.costs[i] > 0) heap.emplace_back(state / plan.costs[i], i);
-    if (plan.costs[i] == 0) bytes += state;
+int64_t most_bytes(const std::vector<double>& costs, const std::vector<int64_t>& bytes,
+                   const std::vector<int32_t>& order, double load) {
+  struct Group {
+    double density, cost;  // of all its matrices
+    bool operator<(const Group& other) const { return density < other.density; }
+  };
+  std::vector<Group> groups;
+  double most = 0;
+  for (int32_t i : order) {
+    const auto state = static_cast<double>(bytes[i]);
+    if (costs[i] == 0) {
+      most += state;
+    } else if (!groups.empty() && groups.back().density == state / costs[i]) {
+      groups.back().cost += costs[i];
+    } else {
+      groups.push_back({state / costs[i], costs[i]});
+    }
   }
-  std::make_heap(heap.begin(), heap.end());
-  while (load > 0 && !heap.empty()) {
-    const auto [density, i] = heap.front();
-    bytes += density * std::min(load, plan.costs[i]);
-    load -= plan.costs[i];
-    std::pop_heap(heap.begin(), heap.end());
-    heap.pop_back();
+  std::make_heap(groups.begin(), groups.end());
+  while (load > 0 && !groups.empty()) {
+    most += groups.front().density * std::min(load, groups.front().cost);
+    load -= groups.front().cost;
+    std::pop_heap(groups.begin(), groups.end());
+    groups.pop_back();
   }
-  return static_cast<int64_t>(std::ceil(bytes));
+  return static_cast<int64_t>(std::ceil(most));
 }
 
-PlanReport make_report(const OwnershipPlan& plan) {
+PlanReport make_report(const OwnershipPlan& plan, const std::vector<int64_t>& bytes,
+                       const std::vector<int32_t>& order) {
   const std::vector<double> loads = plan.loads();
-  const std::vector<int64_t> bytes = plan.state_bytes();
+  const std::vector<int64_t> held = sum_per_slot(bytes, plan.owners, plan.mesh.slots());
   const double total = std::accumulate(plan.costs.begin(), plan.costs.end(), 0.0);
-  const double largest = *std::max_element(plan.costs.begin(), plan.costs.end());
+  const double largest = plan.costs[order.front()];
   PlanReport report;
   report.max_load = *std::max_element(loads.begin(), loads.end());
   report.mean_load = total / static_cast<double>(plan.mesh.slots());
   report.w_star = largest > 0 ? total / largest : 0;
-  report.lower_bound = makespan_bound(plan.costs, plan.mesh.slots());
-  report.max_state_bytes = *std::max_element(bytes.begin(), bytes.end());
-  report.state_bytes_bound =
-      plan.policy.memory_limit_bytes > 0
-          ? plan.policy.memory_limit_bytes
-          : std::max(report.max_state_bytes, most_bytes(plan, report.max_load));
+  report.lower_bound = makespan_bound(plan.costs, order, plan.mesh.slots());
+  report.max_state_bytes = *std::max_element(held.begin(), held.end());
+  report.state_bytes_bound = plan.policy.memory_limit_bytes;
+  if (report.state_bytes_bound == 0) {
+    report.state_bytes_bound =
+        std::max(report.max_state_bytes, most_bytes(plan.costs, bytes, order, report.max_load));
+  }
   return report;
-}
-
-void add(Hasher& hasher, const Mesh& mesh, const PlanPolicy& policy) {
-  for (int64_t value : {mesh.shard, mesh.replicate, static_cast<int64_t>(policy.strategy),
-                        static_cast<int64_t>(policy.cost_model), policy.max_owners_per_group,
-                        policy.memory_limit_bytes, int64_t{policy.pack}, int64_t{policy.ns_steps},
-                        int64_t{policy.symmetric_products}, int64_t{policy.direct}}) {
-    hasher.add(value);
-  }
-}
-
-Digest make_digest(const OwnershipPlan& plan) {
-  Hasher hasher;
-  add(hasher, plan.mesh, plan.policy);
-  for (size_t i = 0; i < plan.matrices.size(); ++i) {
-    const Matrix& m = plan.matrices[i];
-    hasher.add(m.name).add(m.unit).add(m.layer).add(m.dtype);
-    hasher.add(m.batch).add(m.rows).add(m.cols).add(m.state_bytes);
-    hasher.add(static_cast<int64_t>(m.route)).add(int64_t{plan.owners[i]});
-  }
-  return hasher.digest();
 }
 
 }  // namespace
@@ -259,17 +296,19 @@ OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const Pl
   OwnershipPlan plan;
   plan.mesh = mesh;
   plan.policy = policy;
-  sort_by_name(matrices);
-  check(matrices);
+  Reader reader(policy);
+  add(reader.hasher, mesh, policy);
+  permute(matrices, order_by_name(names_of(matrices)));
   plan.matrices = std::move(matrices);
-  plan.costs.reserve(plan.matrices.size());
-  for (const Matrix& m : plan.matrices) plan.costs.push_back(newton_schulz_cost(m, policy));
-  Ids units = number(plan.matrices, &Matrix::unit);
-  sort_ids(units);
-  plan.owners = owners_of(plan, units.of_matrix);
-  plan.units = make_units(plan, units);
-  plan.report = make_report(plan);
-  plan.digest = make_digest(plan);
+  read(plan.matrices, reader);
+  reader.units.renumber_by_name();
+  const std::vector<int32_t> order = order_descending(reader.costs);
+  plan.owners = make_owners(plan, reader, order);
+  plan.costs = std::move(reader.costs);
+  plan.units = make_units(plan, reader.units);
+  plan.report = make_report(plan, reader.bytes, order);
+  for (int32_t owner : plan.owners) reader.hasher.add(int64_t{owner});
+  plan.digest = reader.hasher.digest();
   return plan;
 }
 
@@ -286,7 +325,9 @@ std::vector<double> OwnershipPlan::loads() const {
 }
 
 std::vector<int64_t> OwnershipPlan::state_bytes() const {
-  return sum_per_slot(bytes_of(matrices), owners, mesh.slots());
+  std::vector<int64_t> held(mesh.slots());
+  for (size_t i = 0; i < owners.size(); ++i) held[owners[i]] += matrices[i].state_bytes;
+  return held;
 }
 
 std::string layer_of(std::string_view parameter, const std::vector<std::string>& containers) {
