@@ -8,10 +8,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "words are read as little-endian");
 
-// Odd, with about half of the bits set: multiplying by them is a bijection that carries upwards.
-constexpr uint64_t kA = 0xd6e8feb86659fd93;
-constexpr uint64_t kB = 0xa0761d6478bd642f;
-
 template <class Word>
 uint64_t load(const char* bytes) {
   Word word = 0;
@@ -27,11 +23,6 @@ uint64_t load_tail(const char* bytes, size_t count) {
          load<uint8_t>(bytes + count - 1) << 16;
 }
 
-uint64_t avalanche(uint64_t word) {
-  for (uint64_t factor : {kA, kB}) word = (word ^ (word >> 32)) * factor;
-  return word ^ (word >> 29);
-}
-
 }  // namespace
 
 std::string Digest::hex() const {
@@ -43,20 +34,9 @@ std::string Digest::hex() const {
   return text;
 }
 
-void Hasher::mix(uint64_t word) {
-  a_ = std::rotl((a_ ^ word) * kA, 29);
-  b_ = std::rotl((b_ + word) * kB, 37);
-  ++count_;
-}
-
-Hasher& Hasher::add(int64_t value) {
-  mix(static_cast<uint64_t>(value));
-  return *this;
-}
-
-Hasher& Hasher::add(double value) {
-  mix(std::bit_cast<uint64_t>(value));
-  return *this;
+uint64_t Hasher::avalanche(uint64_t word) {
+  for (uint64_t factor : {kA, kB}) word = (word ^ (word >> 32)) * factor;
+  return word ^ (word >> 29);
 }
 
 Hasher& Hasher::add(std::string_view text) {

@@ -10,22 +10,25 @@
 namespace dmuon {
 namespace {
 
-constexpr size_t kSmall = 96;      // below this, a comparison sort is faster than counting
-constexpr size_t kLarge = 16'384;  // from here on, fewer passes are worth more buckets
+constexpr size_t kSmall = 96;  // below this, a comparison sort is faster than counting
+constexpr int kDigits = 8;
 
-void sort_by_digit(std::span<const Keyed> from, std::span<Keyed> to, int shift, int bits) {
-  std::array<uint32_t, 2048> place;
-  const uint64_t mask = (uint64_t{1} << bits) - 1;
-  std::fill_n(place.begin(), mask + 1, 0);
-  for (const Keyed& item : from) ++place[(item.key >> shift) & mask];
-  std::exclusive_scan(place.begin(), place.begin() + mask + 1, place.begin(), 0u);
-  for (const Keyed& item : from) to[place[(item.key >> shift) & mask]++] = item;
+using Places = std::array<uint32_t, 256>;  // of each value of one digit
+
+size_t digit(uint64_t key, int place) { return (key >> (8 * place)) & 255; }
+
+// All digits at once: eight counters in different places do not wait for each other.
+std::array<Places, kDigits> count_digits(std::span<const Keyed> items) {
+  std::array<Places, kDigits> counts{};
+  for (const Keyed& item : items) {
+    for (int place = 0; place < kDigits; ++place) ++counts[place][digit(item.key, place)];
+  }
+  return counts;
 }
 
-uint64_t differing_bits(std::span<const Keyed> items) {
-  uint64_t all = ~uint64_t{0}, any = 0;
-  for (const Keyed& item : items) all &= item.key, any |= item.key;
-  return all ^ any;
+void sort_by_digit(std::span<const Keyed> from, std::span<Keyed> to, int place, Places& places) {
+  std::exclusive_scan(places.begin(), places.end(), places.begin(), 0u);
+  for (const Keyed& item : from) to[places[digit(item.key, place)]++] = item;
 }
 
 // Eight bytes of `name` from `depth` on, the first the most significant, missing ones 0.
@@ -124,11 +127,10 @@ void sort_by_key(std::span<Keyed> items, std::vector<Keyed>& scratch) {
   if (scratch.size() < items.size()) scratch.resize(items.size());
   if (sort_runs(items, scratch)) return;
   std::span<Keyed> from = items, to(scratch.data(), items.size());
-  const uint64_t differing = differing_bits(items);
-  const int bits = items.size() < kLarge ? 8 : 11;
-  for (int shift = 0; shift < 64 && differing >> shift != 0; shift += bits) {
-    shift += std::countr_zero(differing >> shift);
-    sort_by_digit(from, to, shift, bits);
+  std::array<Places, kDigits> counts = count_digits(items);
+  for (int place = 0; place < kDigits; ++place) {
+    if (counts[place][digit(items.front().key, place)] == items.size()) continue;
+    sort_by_digit(from, to, place, counts[place]);
     std::swap(from, to);
   }
   if (from.data() != items.data()) std::copy(from.begin(), from.end(), items.begin());

@@ -95,13 +95,8 @@ class Ids {
   std::unordered_map<std::string_view, int32_t> known_;
 };
 
-void add(Hasher& hasher, const Mesh& mesh, const PlanPolicy& policy) {
-  for (int64_t value : {mesh.shard, mesh.replicate, static_cast<int64_t>(policy.strategy),
-                        static_cast<int64_t>(policy.cost_model), policy.max_owners_per_group,
-                        policy.memory_limit_bytes, int64_t{policy.pack}, int64_t{policy.ns_steps},
-                        int64_t{policy.symmetric_products}, int64_t{policy.direct}}) {
-    hasher.add(value);
-  }
+double numel(const Matrix& m) {
+  return static_cast<double>(m.batch) * static_cast<double>(m.rows) * static_cast<double>(m.cols);
 }
 
 // Reads every matrix once, in name order. They are large and far apart: this is where planning a
@@ -115,43 +110,63 @@ class Reader {
     check(m, before);
     const bool same_unit = before != nullptr && m.unit == before->unit;
     const bool same_layer = before != nullptr && m.layer == before->layer;
+    const bool same_dtype = before != nullptr && m.dtype == before->dtype;
     units.add(m.unit, same_unit);
     layers.add(m.layer, same_layer);
     costs.push_back(newton_schulz_cost(m, policy_));
-    numel.push_back(static_cast<double>(m.batch) * static_cast<double>(m.rows) *
-                    static_cast<double>(m.cols));
     bytes.push_back(m.state_bytes);
+    if (policy_.cost_model == CostModel::numel) weights.push_back(numel(m));
 
-    // One bit says that a text is the one before; it follows only where it is not.
-    const bool same_dtype = before != nullptr && m.dtype == before->dtype;
-    hasher.add(m.name).add(int64_t{same_unit} | same_layer << 1 | same_dtype << 2);
-    hasher.add(static_cast<int64_t>(m.route)).add(m.batch).add(m.rows).add(m.cols);
-    hasher.add(m.state_bytes);
-    if (!same_unit) hasher.add(m.unit);
-    if (!same_layer) hasher.add(m.layer);
-    if (!same_dtype) hasher.add(m.dtype);
+    // Bits say which texts are those before; only the others follow. Two chains run side by side.
+    texts.add(m.name).add(int64_t{same_unit} | same_layer << 1 | same_dtype << 2);
+    if (!same_unit) texts.add(m.unit);
+    if (!same_layer) texts.add(m.layer);
+    if (!same_dtype) texts.add(m.dtype);
+    numbers.add(static_cast<int64_t>(m.route)).add(m.batch).add(m.rows).add(m.cols);
+    numbers.add(m.state_bytes);
   }
 
   Ids units, layers;
-  std::vector<double> costs, numel;
+  std::vector<double> costs;
+  std::vector<double> weights;  // to be balanced, where those are not the costs
   std::vector<int64_t> bytes;
-  Hasher hasher;
+  Hasher texts, numbers;
 
  private:
   const PlanPolicy& policy_;
 };
 
+constexpr int kAhead = 6;  // matrices, or their names, on their way from memory
+
+void prefetch(const void* first, size_t bytes) {
+  for (size_t line = 0; line < bytes; line += 64) {
+    __builtin_prefetch(static_cast<const char*>(first) + line);
+  }
+}
+
 void read(const std::vector<Matrix>& sorted, Reader& reader) {
   const Matrix* before = nullptr;
   for (const Matrix& matrix : sorted) {
+    if (&matrix + kAhead < sorted.data() + sorted.size()) {
+      const std::string& name = (&matrix + kAhead)->name;
+      prefetch(name.data(), name.size());
+    }
     reader.add(matrix, before);
     before = &matrix;
   }
 }
 
-void prefetch(const Matrix& matrix) {
-  const auto* bytes = reinterpret_cast<const char*>(&matrix);
-  for (size_t line = 0; line < sizeof(Matrix); line += 64) __builtin_prefetch(bytes + line);
+// Leaves texts alone that are equal, as they mostly are: comparing costs less than moving.
+void take(Matrix& to, Matrix& from) {
+  for (auto text : {&Matrix::unit, &Matrix::layer, &Matrix::dtype}) {
+    if (to.*text != from.*text) to.*text = std::move(from.*text);
+  }
+  to.name.swap(from.name);
+  to.batch = from.batch;
+  to.rows = from.rows;
+  to.cols = from.cols;
+  to.state_bytes = from.state_bytes;
+  to.route = from.route;
 }
 
 // order[k] is the place that element k comes from. In place: new pages would cost as much again.
@@ -159,10 +174,12 @@ void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
   for (int32_t start = 0; start < static_cast<int32_t>(order.size()); ++start) {
     if (order[start] == start) continue;
     Matrix first = std::move(matrices[start]);
-    int32_t hole = start;
+    int32_t hole = start, ahead = start;
+    for (int i = 0; i < kAhead; ++i) ahead = order[ahead];
     while (order[hole] != start) {
-      prefetch(matrices[order[order[hole]]]);
-      matrices[hole] = std::move(matrices[order[hole]]);
+      ahead = order[ahead];
+      prefetch(&matrices[ahead], sizeof(Matrix));
+      take(matrices[hole], matrices[order[hole]]);
       hole = std::exchange(order[hole], hole);
     }
     matrices[hole] = std::move(first);
@@ -170,21 +187,26 @@ void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
   }
 }
 
-std::vector<int32_t> make_owners(const OwnershipPlan& plan, Reader& reader,
+// Layers as assign.h wants them: -1 for none.
+std::vector<int32_t> layer_ids(const Ids& layers) {
+  const auto none = std::find(layers.names.begin(), layers.names.end(), "") - layers.names.begin();
+  std::vector<int32_t> ids = layers.of_matrix;
+  for (int32_t& id : ids) id = id == none ? -1 : id;
+  return ids;
+}
+
+std::vector<int32_t> make_owners(const OwnershipPlan& plan, const Reader& reader,
                                  const std::vector<int32_t>& order) {
-  const auto& names = reader.layers.names;
-  const auto none = std::find(names.begin(), names.end(), "") - names.begin();
-  for (int32_t& id : reader.layers.of_matrix) id = id == none ? -1 : id;
-  const bool by_numel = plan.policy.cost_model == CostModel::numel;
-  const AssignProblem problem{.costs = by_numel ? reader.numel : reader.costs,
+  const bool by_cost = plan.policy.cost_model == CostModel::optimizer;
+  const AssignProblem problem{.costs = by_cost ? plan.costs : reader.weights,
                               .bytes = reader.bytes,
                               .units = reader.units.of_matrix,
-                              .layers = reader.layers.of_matrix,
+                              .layers = layer_ids(reader.layers),
                               .slots = plan.mesh.slots(),
                               .memory_limit = plan.policy.memory_limit_bytes,
                               .max_owners = plan.policy.max_owners_per_group};
   if (plan.policy.strategy == OwnerStrategy::round_robin) return assign_round_robin(problem);
-  return assign_lpt(problem, by_numel ? order_descending(problem.costs) : order);
+  return by_cost ? assign_lpt(problem, order) : assign_lpt(problem);
 }
 
 // A counting sort: stable.
@@ -285,6 +307,25 @@ PlanReport make_report(const OwnershipPlan& plan, const std::vector<int64_t>& by
   return report;
 }
 
+void add(Hasher& hasher, const Mesh& mesh, const PlanPolicy& policy) {
+  for (int64_t value : {mesh.shard, mesh.replicate, static_cast<int64_t>(policy.strategy),
+                        static_cast<int64_t>(policy.cost_model), policy.max_owners_per_group,
+                        policy.memory_limit_bytes, int64_t{policy.pack}, int64_t{policy.ns_steps},
+                        int64_t{policy.symmetric_products}, int64_t{policy.direct}}) {
+    hasher.add(value);
+  }
+}
+
+Digest make_digest(const OwnershipPlan& plan, const Reader& reader) {
+  Hasher hasher;
+  add(hasher, plan.mesh, plan.policy);
+  for (const Hasher* part : {&reader.texts, &reader.numbers}) {
+    for (uint64_t word : part->digest().words) hasher.add(static_cast<int64_t>(word));
+  }
+  for (int32_t owner : plan.owners) hasher.add(int64_t{owner});
+  return hasher.digest();
+}
+
 }  // namespace
 
 OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const PlanPolicy& policy) {
@@ -297,18 +338,16 @@ OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const Pl
   plan.mesh = mesh;
   plan.policy = policy;
   Reader reader(policy);
-  add(reader.hasher, mesh, policy);
   permute(matrices, order_by_name(names_of(matrices)));
   plan.matrices = std::move(matrices);
   read(plan.matrices, reader);
   reader.units.renumber_by_name();
-  const std::vector<int32_t> order = order_descending(reader.costs);
-  plan.owners = make_owners(plan, reader, order);
   plan.costs = std::move(reader.costs);
+  const std::vector<int32_t> order = order_descending(plan.costs);
+  plan.owners = make_owners(plan, reader, order);
   plan.units = make_units(plan, reader.units);
   plan.report = make_report(plan, reader.bytes, order);
-  for (int32_t owner : plan.owners) reader.hasher.add(int64_t{owner});
-  plan.digest = reader.hasher.digest();
+  plan.digest = make_digest(plan, reader);
   return plan;
 }
 
