@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <unordered_map>
 #include <utility>
 
 #include "engine/assign.h"
 #include "engine/error.h"
 #include "engine/order.h"
+#include "engine/plan_input.h"
 
 namespace dmuon {
 namespace {
@@ -39,174 +39,27 @@ void check(const PlanPolicy& policy) {
   }
 }
 
-void check(const Matrix& matrix, const Matrix* before) {
-  if (before != nullptr && before->name == matrix.name) {
-    throw ConfigError(message("'", matrix.name, "' is listed twice (units '", before->unit,
-                              "' and '", matrix.unit,
-                              "'); list a tied weight once, under its smallest name."));
-  }
-  if (matrix.batch < 0 || matrix.rows < 0 || matrix.cols < 0) {
-    throw ConfigError(message("'", matrix.name, "' is ", matrix.batch, " x ", matrix.rows, " x ",
-                              matrix.cols, " (batch x rows x cols); no size may be below 0."));
-  }
-  if (matrix.state_bytes < 0) {
-    throw ConfigError(message("'", matrix.name, "' has state_bytes = ", matrix.state_bytes,
-                              "; it may not be below 0."));
-  }
-}
-
-std::vector<std::string_view> names_of(const std::vector<Matrix>& matrices) {
-  std::vector<std::string_view> names;
-  names.reserve(matrices.size());
-  for (const Matrix& matrix : matrices) names.push_back(matrix.name);
-  return names;
-}
-
-// Texts as numbers; equal texts have equal numbers.
-class Ids {
- public:
-  // `same`: as the one before, which neighbours in name order mostly are.
-  void add(std::string_view text, bool same) {
-    of_matrix.push_back(same ? of_matrix.back() : find(text));
-  }
-
-  void renumber_by_name() {
-    const std::vector<int32_t> order = order_by_name(names);
-    std::vector<int32_t> place(order.size());
-    std::vector<std::string_view> sorted(order.size());
-    for (size_t i = 0; i < order.size(); ++i) {
-      place[order[i]] = static_cast<int32_t>(i);
-      sorted[i] = names[order[i]];
-    }
-    for (int32_t& id : of_matrix) id = place[id];
-    names = std::move(sorted);
-  }
-
-  std::vector<int32_t> of_matrix;
-  std::vector<std::string_view> names;  // by number
-
- private:
-  int32_t find(std::string_view text) {
-    const auto [entry, added] = known_.try_emplace(text, static_cast<int32_t>(names.size()));
-    if (added) names.push_back(text);
-    return entry->second;
-  }
-
-  std::unordered_map<std::string_view, int32_t> known_;
-};
-
-double numel(const Matrix& m) {
-  return static_cast<double>(m.batch) * static_cast<double>(m.rows) * static_cast<double>(m.cols);
-}
-
-// Reads every matrix once, in name order. They are large and far apart: this is where planning a
-// long list spends its time.
-class Reader {
- public:
-  explicit Reader(const PlanPolicy& policy) : policy_(policy) {}
-
-  // The matrices stay where they are as long as the ids are used.
-  void add(const Matrix& m, const Matrix* before) {
-    check(m, before);
-    const bool same_unit = before != nullptr && m.unit == before->unit;
-    const bool same_layer = before != nullptr && m.layer == before->layer;
-    const bool same_dtype = before != nullptr && m.dtype == before->dtype;
-    units.add(m.unit, same_unit);
-    layers.add(m.layer, same_layer);
-    costs.push_back(newton_schulz_cost(m, policy_));
-    bytes.push_back(m.state_bytes);
-    if (policy_.cost_model == CostModel::numel) weights.push_back(numel(m));
-
-    // Bits say which texts are those before; only the others follow. Two chains run side by side.
-    texts.add(m.name).add(int64_t{same_unit} | same_layer << 1 | same_dtype << 2);
-    if (!same_unit) texts.add(m.unit);
-    if (!same_layer) texts.add(m.layer);
-    if (!same_dtype) texts.add(m.dtype);
-    numbers.add(static_cast<int64_t>(m.route)).add(m.batch).add(m.rows).add(m.cols);
-    numbers.add(m.state_bytes);
-  }
-
-  Ids units, layers;
-  std::vector<double> costs;
-  std::vector<double> weights;  // to be balanced, where those are not the costs
-  std::vector<int64_t> bytes;
-  Hasher texts, numbers;
-
- private:
-  const PlanPolicy& policy_;
-};
-
-constexpr int kAhead = 6;  // matrices, or their names, on their way from memory
-
-void prefetch(const void* first, size_t bytes) {
-  for (size_t line = 0; line < bytes; line += 64) {
-    __builtin_prefetch(static_cast<const char*>(first) + line);
-  }
-}
-
-void read(const std::vector<Matrix>& sorted, Reader& reader) {
-  const Matrix* before = nullptr;
-  for (const Matrix& matrix : sorted) {
-    if (&matrix + kAhead < sorted.data() + sorted.size()) {
-      const std::string& name = (&matrix + kAhead)->name;
-      prefetch(name.data(), name.size());
-    }
-    reader.add(matrix, before);
-    before = &matrix;
-  }
-}
-
-// Leaves texts alone that are equal, as they mostly are: comparing costs less than moving.
-void take(Matrix& to, Matrix& from) {
-  for (auto text : {&Matrix::unit, &Matrix::layer, &Matrix::dtype}) {
-    if (to.*text != from.*text) to.*text = std::move(from.*text);
-  }
-  to.name.swap(from.name);
-  to.batch = from.batch;
-  to.rows = from.rows;
-  to.cols = from.cols;
-  to.state_bytes = from.state_bytes;
-  to.route = from.route;
-}
-
-// order[k] is the place that element k comes from. In place: new pages would cost as much again.
-void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
-  for (int32_t start = 0; start < static_cast<int32_t>(order.size()); ++start) {
-    if (order[start] == start) continue;
-    Matrix first = std::move(matrices[start]);
-    int32_t hole = start, ahead = start;
-    for (int i = 0; i < kAhead; ++i) ahead = order[ahead];
-    while (order[hole] != start) {
-      ahead = order[ahead];
-      prefetch(&matrices[ahead], sizeof(Matrix));
-      take(matrices[hole], matrices[order[hole]]);
-      hole = std::exchange(order[hole], hole);
-    }
-    matrices[hole] = std::move(first);
-    order[hole] = hole;
-  }
-}
-
-// Layers as assign.h wants them: -1 for none.
-std::vector<int32_t> layer_ids(const Ids& layers) {
-  const auto none = std::find(layers.names.begin(), layers.names.end(), "") - layers.names.begin();
-  std::vector<int32_t> ids = layers.of_matrix;
-  for (int32_t& id : ids) id = id == none ? -1 : id;
-  return ids;
-}
-
-std::vector<int32_t> make_owners(const OwnershipPlan& plan, const Reader& reader,
-                                 const std::vector<int32_t>& order) {
+// Takes what it needs out of `reader`.
+AssignProblem make_problem(const OwnershipPlan& plan, Reader& reader) {
+  const auto& names = reader.layers.names;
+  const auto none = std::find(names.begin(), names.end(), "") - names.begin();
+  for (int32_t& id : reader.layers.of_matrix) id = id == none ? -1 : id;
   const bool by_cost = plan.policy.cost_model == CostModel::optimizer;
-  const AssignProblem problem{.costs = by_cost ? plan.costs : reader.weights,
-                              .bytes = reader.bytes,
-                              .units = reader.units.of_matrix,
-                              .layers = layer_ids(reader.layers),
-                              .slots = plan.mesh.slots(),
-                              .memory_limit = plan.policy.memory_limit_bytes,
-                              .max_owners = plan.policy.max_owners_per_group};
+  return {.costs = by_cost ? plan.costs : std::move(reader.weights),
+          .bytes = std::move(reader.bytes),
+          .units = std::move(reader.units.of_matrix),
+          .layers = std::move(reader.layers.of_matrix),
+          .slots = plan.mesh.slots(),
+          .memory_limit = plan.policy.memory_limit_bytes,
+          .max_owners = plan.policy.max_owners_per_group};
+}
+
+// `order`: of falling plan.costs.
+std::vector<int32_t> make_owners(const OwnershipPlan& plan, const AssignProblem& problem,
+                                 const std::vector<int32_t>& order) {
   if (plan.policy.strategy == OwnerStrategy::round_robin) return assign_round_robin(problem);
-  return by_cost ? assign_lpt(problem, order) : assign_lpt(problem);
+  if (plan.policy.cost_model == CostModel::numel) return assign_lpt(problem);
+  return assign_lpt(problem, order);
 }
 
 // A counting sort: stable.
@@ -234,24 +87,25 @@ std::vector<size_t> segment_starts(const OwnershipPlan& plan, const std::vector<
   return starts;
 }
 
-std::vector<Unit> make_units(const OwnershipPlan& plan, const Ids& ids) {
+std::vector<Unit> make_units(const OwnershipPlan& plan, const std::vector<int32_t>& unit,
+                             const std::vector<std::string_view>& names) {
   std::vector<int32_t> order(plan.matrices.size());
   std::iota(order.begin(), order.end(), 0);
   if (plan.policy.pack) order = sorted_by(plan.owners, plan.mesh.slots(), order);
-  order = sorted_by(ids.of_matrix, static_cast<int64_t>(ids.names.size()), order);
+  order = sorted_by(unit, static_cast<int64_t>(names.size()), order);
 
-  const std::vector<size_t> starts = segment_starts(plan, ids.of_matrix, order);
-  std::vector<size_t> segments(ids.names.size());
-  for (size_t k = 0; k + 1 < starts.size(); ++k) ++segments[ids.of_matrix[order[starts[k]]]];
-  std::vector<Unit> units(ids.names.size());
+  const std::vector<size_t> starts = segment_starts(plan, unit, order);
+  std::vector<size_t> segments(names.size());
+  for (size_t k = 0; k + 1 < starts.size(); ++k) ++segments[unit[order[starts[k]]]];
+  std::vector<Unit> units(names.size());
   for (size_t u = 0; u < units.size(); ++u) {
-    units[u].name = ids.names[u];
+    units[u].name = names[u];
     units[u].segments.reserve(segments[u]);
   }
   for (size_t k = 0; k + 1 < starts.size(); ++k) {
     const int32_t* first = order.data() + starts[k];
     const int32_t* last = order.data() + starts[k + 1];
-    units[ids.of_matrix[*first]].segments.push_back(
+    units[unit[*first]].segments.push_back(
         {plan.owners[*first], std::vector<int32_t>(first, last)});
   }
   return units;
@@ -337,16 +191,16 @@ OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const Pl
   OwnershipPlan plan;
   plan.mesh = mesh;
   plan.policy = policy;
-  Reader reader(policy);
-  permute(matrices, order_by_name(names_of(matrices)));
+  sort_by_name(matrices);
   plan.matrices = std::move(matrices);
-  read(plan.matrices, reader);
+  Reader reader(plan.matrices, policy);
   reader.units.renumber_by_name();
   plan.costs = std::move(reader.costs);
   const std::vector<int32_t> order = order_descending(plan.costs);
-  plan.owners = make_owners(plan, reader, order);
-  plan.units = make_units(plan, reader.units);
-  plan.report = make_report(plan, reader.bytes, order);
+  const AssignProblem problem = make_problem(plan, reader);
+  plan.owners = make_owners(plan, problem, order);
+  plan.units = make_units(plan, problem.units, reader.units.names);
+  plan.report = make_report(plan, problem.bytes, order);
   plan.digest = make_digest(plan, reader);
   return plan;
 }
