@@ -18,9 +18,8 @@ void prefetch(const void* first, size_t bytes) {
 
 void check(const Matrix& matrix, const Matrix* before) {
   if (before != nullptr && before->name == matrix.name) {
-    throw ConfigError(message("'", matrix.name, "' is listed twice (units '", before->unit,
-                              "' and '", matrix.unit,
-                              "'); list a tied weight once, under its smallest name."));
+    throw ConfigError(message(
+        "'", matrix.name, "' is listed twice; list a tied weight once, under its smallest name."));
   }
   if (matrix.batch < 0 || matrix.rows < 0 || matrix.cols < 0) {
     throw ConfigError(message("'", matrix.name, "' is ", matrix.batch, " x ", matrix.rows, " x ",
@@ -43,19 +42,6 @@ double numel(const Matrix& m) {
   return static_cast<double>(m.batch) * static_cast<double>(m.rows) * static_cast<double>(m.cols);
 }
 
-// Leaves texts alone that are equal, as they mostly are: comparing costs less than moving.
-void take(Matrix& to, Matrix& from) {
-  for (auto text : {&Matrix::unit, &Matrix::layer, &Matrix::dtype}) {
-    if (to.*text != from.*text) to.*text = std::move(from.*text);
-  }
-  to.name.swap(from.name);
-  to.batch = from.batch;
-  to.rows = from.rows;
-  to.cols = from.cols;
-  to.state_bytes = from.state_bytes;
-  to.route = from.route;
-}
-
 // order[k] is the place that element k comes from. In place: new pages would cost as much again.
 void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
   for (int32_t start = 0; start < static_cast<int32_t>(order.size()); ++start) {
@@ -66,7 +52,7 @@ void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
     while (order[hole] != start) {
       ahead = order[ahead];
       prefetch(&matrices[ahead], sizeof(Matrix));
-      take(matrices[hole], matrices[order[hole]]);
+      matrices[hole] = std::move(matrices[order[hole]]);
       hole = std::exchange(order[hole], hole);
     }
     matrices[hole] = std::move(first);

@@ -120,6 +120,8 @@ TEST(Plan, IsTheSameForEveryOrderOfTheMatrices) {
       EXPECT_EQ(names(other.matrices), names(plan.matrices));
       EXPECT_EQ(other.owners, plan.owners);
       EXPECT_EQ(other.digest, plan.digest);
+      EXPECT_EQ(other.costs, plan.costs);
+      EXPECT_EQ(other.state_bytes(), plan.state_bytes());
     }
   }
 }
