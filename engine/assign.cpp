@@ -41,19 +41,6 @@ std::vector<int32_t> first_owners(const AssignProblem& problem, const std::vecto
   return owners;
 }
 
-double bound_of(const std::vector<double>& costs, const std::vector<int32_t>& order,
-                int64_t slots) {
-  constexpr int64_t kMost = 64;  // beyond this many on one slot, the mean is as good a bound
-  const auto size = static_cast<int64_t>(order.size());
-  double bound = std::accumulate(costs.begin(), costs.end(), 0.0) / static_cast<double>(slots);
-  for (int64_t k = 0; k < kMost && k * slots < size; ++k) {
-    double cheapest = 0;
-    for (int64_t i = k * (slots - 1); i <= k * slots; ++i) cheapest += costs[order[i]];
-    bound = std::max(bound, cheapest);
-  }
-  return bound;
-}
-
 template <class T>
 std::vector<T> sums(const std::vector<T>& values, const std::vector<int32_t>& owners,
                     int64_t slots) {
@@ -65,11 +52,14 @@ std::vector<T> sums(const std::vector<T>& values, const std::vector<int32_t>& ow
 }  // namespace
 
 std::vector<int32_t> assign_lpt(const AssignProblem& problem) {
-  const std::vector<int32_t> order = order_descending(problem.costs);
+  return assign_lpt(problem, order_descending(problem.costs));
+}
+
+std::vector<int32_t> assign_lpt(const AssignProblem& problem, const std::vector<int32_t>& order) {
   std::vector<int32_t> owners = first_owners(problem, order);
   if (problem.size() <= problem.slots && !problem.constrained()) return owners;
 
-  const double bound = bound_of(problem.costs, order, problem.slots);
+  const double bound = makespan_bound(problem.costs, order, problem.slots);
   assign::Slots slots(problem, std::move(owners));
   if (problem.constrained()) assign::fill_idle(slots);
   assign::lower_makespan(slots, bound);
@@ -93,8 +83,21 @@ std::vector<int32_t> assign_round_robin(const AssignProblem& problem) {
 }
 
 double makespan_bound(const std::vector<double>& costs, int64_t slots) {
-  if (costs.empty()) return 0;
-  return bound_of(costs, order_descending(costs), slots);
+  return makespan_bound(costs, order_descending(costs), slots);
+}
+
+double makespan_bound(const std::vector<double>& costs, const std::vector<int32_t>& order,
+                      int64_t slots) {
+  if (order.empty()) return 0;
+  constexpr int64_t kMost = 64;  // beyond this many on one slot, the mean is as good a bound
+  const auto size = static_cast<int64_t>(order.size());
+  double bound = std::accumulate(costs.begin(), costs.end(), 0.0) / static_cast<double>(slots);
+  for (int64_t k = 0; k < kMost && k * slots < size; ++k) {
+    double cheapest = 0;
+    for (int64_t i = k * (slots - 1); i <= k * slots; ++i) cheapest += costs[order[i]];
+    bound = std::max(bound, cheapest);
+  }
+  return bound;
 }
 
 std::vector<double> sum_per_slot(const std::vector<double>& values,

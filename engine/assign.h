@@ -26,6 +26,8 @@ struct AssignProblem {
 // again. The largest load is never above that of LPT alone. Without `max_owners` no slot is idle
 // while another holds two matrices. Throws ConfigError: no owners found within `memory_limit`.
 std::vector<int32_t> assign_lpt(const AssignProblem& problem);
+// `order`: order_descending(problem.costs), for who has it already.
+std::vector<int32_t> assign_lpt(const AssignProblem& problem, const std::vector<int32_t>& order);
 
 // Matrix i on slot i mod slots, or the next one that keeps the limits. Throws ConfigError likewise.
 std::vector<int32_t> assign_round_robin(const AssignProblem& problem);
@@ -33,6 +35,9 @@ std::vector<int32_t> assign_round_robin(const AssignProblem& problem);
 // No assignment has a smaller largest load: the largest cost, the mean, and, because one of `slots`
 // holds k + 1 of any k * slots + 1 matrices, the k + 1 cheapest of the costliest k * slots + 1.
 double makespan_bound(const std::vector<double>& costs, int64_t slots);
+// The same, for who has the order of falling costs already.
+double makespan_bound(const std::vector<double>& costs, const std::vector<int32_t>& order,
+                      int64_t slots);
 
 std::vector<double> sum_per_slot(const std::vector<double>& values,
                                  const std::vector<int32_t>& owners, int64_t slots);

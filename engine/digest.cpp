@@ -8,19 +8,19 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "words are read as little-endian");
 
-// Odd, with about half of the bits set: multiplying by them is a bijection that carries upwards.
-constexpr uint64_t kA = 0xd6e8feb86659fd93;
-constexpr uint64_t kB = 0xa0761d6478bd642f;
-
-uint64_t load(const char* bytes, size_t count) {
-  uint64_t word = 0;
-  std::memcpy(&word, bytes, count);
+template <class Word>
+uint64_t load(const char* bytes) {
+  Word word = 0;
+  std::memcpy(&word, bytes, sizeof(word));
   return word;
 }
 
-uint64_t avalanche(uint64_t word) {
-  for (uint64_t factor : {kA, kB}) word = (word ^ (word >> 32)) * factor;
-  return word ^ (word >> 29);
+// Up to 8 bytes as one word; different texts of one length give different words.
+uint64_t load_tail(const char* bytes, size_t count) {
+  if (count >= 4) return load<uint32_t>(bytes) | load<uint32_t>(bytes + count - 4) << 32;
+  if (count == 0) return 0;
+  return load<uint8_t>(bytes) | load<uint8_t>(bytes + count / 2) << 8 |
+         load<uint8_t>(bytes + count - 1) << 16;
 }
 
 }  // namespace
@@ -34,28 +34,17 @@ std::string Digest::hex() const {
   return text;
 }
 
-void Hasher::mix(uint64_t word) {
-  a_ = std::rotl((a_ ^ word) * kA, 29);
-  b_ = std::rotl((b_ + word) * kB, 37);
-  ++count_;
-}
-
-Hasher& Hasher::add(int64_t value) {
-  mix(static_cast<uint64_t>(value));
-  return *this;
-}
-
-Hasher& Hasher::add(double value) {
-  mix(std::bit_cast<uint64_t>(value));
-  return *this;
+uint64_t Hasher::avalanche(uint64_t word) {
+  for (uint64_t factor : {kA, kB}) word = (word ^ (word >> 32)) * factor;
+  return word ^ (word >> 29);
 }
 
 Hasher& Hasher::add(std::string_view text) {
   mix(text.size());
   const char* bytes = text.data();
   size_t left = text.size();
-  for (; left >= 8; left -= 8, bytes += 8) mix(load(bytes, 8));
-  if (left > 0) mix(load(bytes, left));
+  for (; left >= 8; left -= 8, bytes += 8) mix(load<uint64_t>(bytes));
+  if (left > 0) mix(load_tail(bytes, left));
   return *this;
 }
 

@@ -4,57 +4,63 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 namespace dmuon {
 namespace {
 
-constexpr int kDigitBits = 11;
-constexpr size_t kBuckets = size_t{1} << kDigitBits;
-constexpr size_t kSmall = 512;  // below this, a comparison sort is faster than counting
+constexpr size_t kSmall = 96;  // below this, a comparison sort is faster than counting
+constexpr int kDigits = 8;
 
-size_t digit(uint64_t key, int shift) { return (key >> shift) & (kBuckets - 1); }
+using Places = std::array<uint32_t, 256>;  // of each value of one digit
 
-void sort_by_digit(std::span<Keyed> from, std::span<Keyed> to, int shift) {
-  std::array<uint32_t, kBuckets> place{};
-  for (const Keyed& item : from) ++place[digit(item.key, shift)];
-  uint32_t sum = 0;
-  for (uint32_t& count : place) count = std::exchange(sum, sum + count);
-  for (const Keyed& item : from) to[place[digit(item.key, shift)]++] = item;
+size_t digit(uint64_t key, int place) { return (key >> (8 * place)) & 255; }
+
+// All digits at once: eight counters in different places do not wait for each other.
+std::array<Places, kDigits> count_digits(std::span<const Keyed> items) {
+  std::array<Places, kDigits> counts{};
+  for (const Keyed& item : items) {
+    for (int place = 0; place < kDigits; ++place) ++counts[place][digit(item.key, place)];
+  }
+  return counts;
 }
 
-uint64_t differing_bits(std::span<const Keyed> items) {
-  uint64_t all = ~uint64_t{0}, any = 0;
-  for (const Keyed& item : items) all &= item.key, any |= item.key;
-  return all ^ any;
+void sort_by_digit(std::span<const Keyed> from, std::span<Keyed> to, int place, Places& places) {
+  std::exclusive_scan(places.begin(), places.end(), places.begin(), 0u);
+  for (const Keyed& item : from) to[places[digit(item.key, place)]++] = item;
 }
 
 // Eight bytes of `name` from `depth` on, the first the most significant, missing ones 0.
 uint64_t bytes_at(std::string_view name, size_t depth) {
   if (depth >= name.size()) return 0;
   uint64_t word = 0;
-  std::memcpy(&word, name.data() + depth, std::min<size_t>(8, name.size() - depth));
-  return __builtin_bswap64(word);
+  if (name.size() < 8) {
+    std::memcpy(&word, name.data() + depth, name.size() - depth);
+    return __builtin_bswap64(word);
+  }
+  const size_t start = std::min(depth, name.size() - 8);
+  std::memcpy(&word, name.data() + start, 8);
+  return __builtin_bswap64(word) << (8 * (depth - start));
 }
 
-size_t common_prefix(std::string_view a, std::string_view b, size_t from, size_t limit) {
-  limit = std::min({limit, a.size(), b.size()});
+// Of the first `limit` bytes.
+size_t common_prefix(std::string_view a, std::string_view b, size_t limit) {
+  limit = std::min(limit, b.size());
+  if (std::memcmp(a.data(), b.data(), limit) == 0) return limit;
   const auto end = a.begin() + static_cast<std::ptrdiff_t>(limit);
-  const auto start = static_cast<std::ptrdiff_t>(std::min(from, limit));
-  return static_cast<size_t>(std::mismatch(a.begin() + start, end, b.begin() + start).first -
-                             a.begin());
+  return static_cast<size_t>(std::mismatch(a.begin(), end, b.begin()).first - a.begin());
 }
 
 class NameSorter {
  public:
   explicit NameSorter(const std::vector<std::string_view>& names) : names_(names) {}
 
-  // The names of `items` agree in their first `depth` bytes.
-  void sort(std::span<Keyed> items, size_t depth) {
+  void sort(std::span<Keyed> items) {
     if (items.size() < 2) return;
-    depth = shared_prefix(items, depth);
+    const size_t depth = shared_prefix(items);
     for (Keyed& item : items) item.key = bytes_at(name(item), depth);
-    sort_by_key(items);
+    sort_by_key(items, scratch_);
     for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
       end = begin + 1;
       while (end < items.size() && items[end].key == items[begin].key) ++end;
@@ -70,19 +76,21 @@ class NameSorter {
     if (items.size() < 2) return;
     const bool all_longer = std::all_of(
         items.begin(), items.end(), [&](const Keyed& item) { return name(item).size() > depth; });
-    if (all_longer) return sort(items, depth);
-    std::stable_sort(items.begin(), items.end(),
-                     [&](const Keyed& a, const Keyed& b) { return name(a) < name(b); });
+    if (all_longer) return sort(items);
+    std::sort(items.begin(), items.end(), [&](const Keyed& a, const Keyed& b) {
+      return name(a) != name(b) ? name(a) < name(b) : a.index < b.index;
+    });
   }
 
-  size_t shared_prefix(std::span<const Keyed> items, size_t depth) const {
+  size_t shared_prefix(std::span<const Keyed> items) const {
     const std::string_view first = name(items.front());
     size_t shared = first.size();
-    for (const Keyed& item : items) shared = common_prefix(first, name(item), depth, shared);
+    for (const Keyed& item : items) shared = common_prefix(first, name(item), shared);
     return shared;
   }
 
   const std::vector<std::string_view>& names_;
+  std::vector<Keyed> scratch_;
 };
 
 std::vector<int32_t> indices(const std::vector<Keyed>& items) {
@@ -92,20 +100,37 @@ std::vector<int32_t> indices(const std::vector<Keyed>& items) {
   return order;
 }
 
+// Where neighbours mostly have equal keys, as in lists in model order, only the runs are sorted.
+bool sort_runs(std::span<Keyed> items, std::vector<Keyed>& scratch) {
+  std::vector<Keyed> runs;  // index: of the first item
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (i > 0 && items[i].key == items[i - 1].key) continue;
+    if (runs.size() == items.size() / 4) return false;
+    runs.push_back({items[i].key, static_cast<int32_t>(i)});
+  }
+  std::sort(runs.begin(), runs.end());
+  auto to = scratch.begin();
+  for (const Keyed& run : runs) {
+    for (size_t i = run.index; i < items.size() && items[i].key == run.key; ++i) *to++ = items[i];
+  }
+  std::copy(scratch.begin(), to, items.begin());
+  return true;
+}
+
 }  // namespace
 
-void sort_by_key(std::span<Keyed> items) {
+void sort_by_key(std::span<Keyed> items, std::vector<Keyed>& scratch) {
   if (items.size() < kSmall) {
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Keyed& a, const Keyed& b) { return a.key < b.key; });
+    std::sort(items.begin(), items.end());
     return;
   }
-  std::vector<Keyed> scratch(items.size());
-  std::span<Keyed> from = items, to = scratch;
-  const uint64_t differing = differing_bits(items);
-  for (int shift = 0; shift < 64; shift += kDigitBits) {
-    if (digit(differing, shift) == 0) continue;
-    sort_by_digit(from, to, shift);
+  if (scratch.size() < items.size()) scratch.resize(items.size());
+  if (sort_runs(items, scratch)) return;
+  std::span<Keyed> from = items, to(scratch.data(), items.size());
+  std::array<Places, kDigits> counts = count_digits(items);
+  for (int place = 0; place < kDigits; ++place) {
+    if (counts[place][digit(items.front().key, place)] == items.size()) continue;
+    sort_by_digit(from, to, place, counts[place]);
     std::swap(from, to);
   }
   if (from.data() != items.data()) std::copy(from.begin(), from.end(), items.begin());
@@ -114,7 +139,7 @@ void sort_by_key(std::span<Keyed> items) {
 std::vector<int32_t> order_by_name(const std::vector<std::string_view>& names) {
   std::vector<Keyed> items(names.size());
   for (size_t i = 0; i < names.size(); ++i) items[i].index = static_cast<int32_t>(i);
-  if (!std::is_sorted(names.begin(), names.end())) NameSorter(names).sort(items, 0);
+  if (!std::is_sorted(names.begin(), names.end())) NameSorter(names).sort(items);
   return indices(items);
 }
 
@@ -123,7 +148,8 @@ std::vector<int32_t> order_descending(const std::vector<double>& values) {
   for (size_t i = 0; i < values.size(); ++i) {
     items[i] = {~std::bit_cast<uint64_t>(values[i]), static_cast<int32_t>(i)};
   }
-  sort_by_key(items);
+  std::vector<Keyed> scratch;
+  sort_by_key(items, scratch);
   return indices(items);
 }
 

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <unordered_map>
 #include <utility>
 
 #include "engine/assign.h"
 #include "engine/error.h"
 #include "engine/order.h"
+#include "engine/plan_input.h"
 
 namespace dmuon {
 namespace {
@@ -39,122 +39,27 @@ void check(const PlanPolicy& policy) {
   }
 }
 
-void check(const Matrix& matrix) {
-  if (matrix.batch < 0 || matrix.rows < 0 || matrix.cols < 0) {
-    throw ConfigError(message("'", matrix.name, "' is ", matrix.batch, " x ", matrix.rows, " x ",
-                              matrix.cols, " (batch x rows x cols); no size may be below 0."));
-  }
-  if (matrix.state_bytes < 0) {
-    throw ConfigError(message("'", matrix.name, "' has state_bytes = ", matrix.state_bytes,
-                              "; it may not be below 0."));
-  }
+// Takes what it needs out of `reader`.
+AssignProblem make_problem(const OwnershipPlan& plan, Reader& reader) {
+  const auto& names = reader.layers.names;
+  const auto none = std::find(names.begin(), names.end(), "") - names.begin();
+  for (int32_t& id : reader.layers.of_matrix) id = id == none ? -1 : id;
+  const bool by_cost = plan.policy.cost_model == CostModel::optimizer;
+  return {.costs = by_cost ? plan.costs : std::move(reader.weights),
+          .bytes = std::move(reader.bytes),
+          .units = std::move(reader.units.of_matrix),
+          .layers = std::move(reader.layers.of_matrix),
+          .slots = plan.mesh.slots(),
+          .memory_limit = plan.policy.memory_limit_bytes,
+          .max_owners = plan.policy.max_owners_per_group};
 }
 
-void check(const std::vector<Matrix>& sorted) {
-  for (size_t i = 0; i < sorted.size(); ++i) {
-    if (i > 0 && sorted[i].name == sorted[i - 1].name) {
-      throw ConfigError(message("'", sorted[i].name, "' is listed twice (units '",
-                                sorted[i - 1].unit, "' and '", sorted[i].unit,
-                                "'); list a tied weight once, under its smallest name."));
-    }
-    check(sorted[i]);
-  }
-}
-
-// order[k] is the place that element k comes from. In place: the list may be large.
-void permute(std::vector<Matrix>& matrices, std::vector<int32_t> order) {
-  for (int32_t start = 0; start < static_cast<int32_t>(order.size()); ++start) {
-    if (order[start] == start) continue;
-    Matrix first = std::move(matrices[start]);
-    int32_t hole = start;
-    while (order[hole] != start) {
-      matrices[hole] = std::move(matrices[order[hole]]);
-      hole = std::exchange(order[hole], hole);
-    }
-    matrices[hole] = std::move(first);
-    order[hole] = hole;
-  }
-}
-
-void sort_by_name(std::vector<Matrix>& matrices) {
-  std::vector<std::string_view> names;
-  names.reserve(matrices.size());
-  for (const Matrix& matrix : matrices) names.push_back(matrix.name);
-  permute(matrices, order_by_name(names));
-}
-
-// One string of each matrix as a number; equal strings have equal numbers.
-struct Ids {
-  std::vector<int32_t> of_matrix;
-  std::vector<std::string_view> names;  // by number
-};
-
-Ids number(const std::vector<Matrix>& matrices, std::string Matrix::*text) {
-  Ids ids;
-  ids.of_matrix.reserve(matrices.size());
-  std::unordered_map<std::string_view, int32_t> known;
-  const std::string* last = nullptr;  // neighbours in name order mostly agree
-  for (const Matrix& matrix : matrices) {
-    const std::string& name = matrix.*text;
-    if (last == nullptr || name != *last) {
-      const auto [entry, added] = known.try_emplace(name, static_cast<int32_t>(ids.names.size()));
-      if (added) ids.names.push_back(name);
-      ids.of_matrix.push_back(entry->second);
-    } else {
-      ids.of_matrix.push_back(ids.of_matrix.back());
-    }
-    last = &name;
-  }
-  return ids;
-}
-
-// Renumbers by name.
-void sort_ids(Ids& ids) {
-  const std::vector<int32_t> order = order_by_name(ids.names);
-  std::vector<int32_t> place(order.size());
-  std::vector<std::string_view> names(order.size());
-  for (size_t i = 0; i < order.size(); ++i) {
-    place[order[i]] = static_cast<int32_t>(i);
-    names[i] = ids.names[order[i]];
-  }
-  for (int32_t& id : ids.of_matrix) id = place[id];
-  ids.names = std::move(names);
-}
-
-std::vector<int32_t> layers_of(const std::vector<Matrix>& matrices) {
-  Ids ids = number(matrices, &Matrix::layer);
-  const auto none = std::find(ids.names.begin(), ids.names.end(), "") - ids.names.begin();
-  for (int32_t& id : ids.of_matrix) id = id == none ? -1 : id;
-  return std::move(ids.of_matrix);
-}
-
-std::vector<double> weights(const OwnershipPlan& plan) {
-  if (plan.policy.cost_model == CostModel::optimizer) return plan.costs;
-  std::vector<double> numel;
-  for (const Matrix& matrix : plan.matrices) {
-    numel.push_back(static_cast<double>(matrix.batch) * static_cast<double>(matrix.rows) *
-                    static_cast<double>(matrix.cols));
-  }
-  return numel;
-}
-
-std::vector<int64_t> bytes_of(const std::vector<Matrix>& matrices) {
-  std::vector<int64_t> bytes;
-  bytes.reserve(matrices.size());
-  for (const Matrix& matrix : matrices) bytes.push_back(matrix.state_bytes);
-  return bytes;
-}
-
-std::vector<int32_t> owners_of(const OwnershipPlan& plan, const std::vector<int32_t>& units) {
-  const AssignProblem problem{.costs = weights(plan),
-                              .bytes = bytes_of(plan.matrices),
-                              .units = units,
-                              .layers = layers_of(plan.matrices),
-                              .slots = plan.mesh.slots(),
-                              .memory_limit = plan.policy.memory_limit_bytes,
-                              .max_owners = plan.policy.max_owners_per_group};
-  return plan.policy.strategy == OwnerStrategy::lpt ? assign_lpt(problem)
-                                                    : assign_round_robin(problem);
+// `order`: of falling plan.costs.
+std::vector<int32_t> make_owners(const OwnershipPlan& plan, const AssignProblem& problem,
+                                 const std::vector<int32_t>& order) {
+  if (plan.policy.strategy == OwnerStrategy::round_robin) return assign_round_robin(problem);
+  if (plan.policy.cost_model == CostModel::numel) return assign_lpt(problem);
+  return assign_lpt(problem, order);
 }
 
 // A counting sort: stable.
@@ -168,62 +73,91 @@ std::vector<int32_t> sorted_by(const std::vector<int32_t>& keys, int64_t largest
   return sorted;
 }
 
-std::vector<Unit> make_units(const OwnershipPlan& plan, const Ids& units) {
+// Where in `order` the segments begin, and its end. `order` has units together, and in them, if
+// packed, owners together.
+std::vector<size_t> segment_starts(const OwnershipPlan& plan, const std::vector<int32_t>& units,
+                                   const std::vector<int32_t>& order) {
+  std::vector<size_t> starts{0};
+  for (size_t i = 1; i < order.size(); ++i) {
+    const int32_t a = order[i - 1], b = order[i];
+    const bool together = units[a] == units[b] && plan.owners[a] == plan.owners[b];
+    if (!plan.policy.pack || !together) starts.push_back(i);
+  }
+  starts.push_back(order.size());
+  return starts;
+}
+
+std::vector<Unit> make_units(const OwnershipPlan& plan, const std::vector<int32_t>& unit,
+                             const std::vector<std::string_view>& names) {
   std::vector<int32_t> order(plan.matrices.size());
   std::iota(order.begin(), order.end(), 0);
   if (plan.policy.pack) order = sorted_by(plan.owners, plan.mesh.slots(), order);
-  order = sorted_by(units.of_matrix, static_cast<int64_t>(units.names.size()), order);
+  order = sorted_by(unit, static_cast<int64_t>(names.size()), order);
 
-  std::vector<Unit> result;
-  result.reserve(units.names.size());
-  for (std::string_view name : units.names) result.push_back({std::string(name), {}});
-  for (int32_t i : order) {
-    std::vector<Segment>& segments = result[units.of_matrix[i]].segments;
-    const bool joins =
-        plan.policy.pack && !segments.empty() && segments.back().owner == plan.owners[i];
-    if (!joins) segments.push_back({plan.owners[i], {}});
-    segments.back().matrices.push_back(i);
+  const std::vector<size_t> starts = segment_starts(plan, unit, order);
+  std::vector<size_t> segments(names.size());
+  for (size_t k = 0; k + 1 < starts.size(); ++k) ++segments[unit[order[starts[k]]]];
+  std::vector<Unit> units(names.size());
+  for (size_t u = 0; u < units.size(); ++u) {
+    units[u].name = names[u];
+    units[u].segments.reserve(segments[u]);
   }
-  return result;
+  for (size_t k = 0; k + 1 < starts.size(); ++k) {
+    const int32_t* first = order.data() + starts[k];
+    const int32_t* last = order.data() + starts[k + 1];
+    units[unit[*first]].segments.push_back(
+        {plan.owners[*first], std::vector<int32_t>(first, last)});
+  }
+  return units;
 }
 
 // The most state that matrices whose costs fit into `load` can have, parts of matrices allowed: by
 // falling bytes per cost. No owner has more.
-int64_t most_bytes(const OwnershipPlan& plan, double load) {
-  using Density = std::pair<double, int32_t>;
-  std::vector<Density> heap;
-  double bytes = 0;
-  for (int32_t i = 0; i < static_cast<int32_t>(plan.costs.size()); ++i) {
-    const auto state = static_cast<double>(plan.matrices[i].state_bytes);
-    if (plan.costs[i] > 0) heap.emplace_back(state / plan.costs[i], i);
-    if (plan.costs[i] == 0) bytes += state;
+int64_t most_bytes(const std::vector<double>& costs, const std::vector<int64_t>& bytes,
+                   const std::vector<int32_t>& order, double load) {
+  struct Group {
+    double density, cost;  // of all its matrices
+    bool operator<(const Group& other) const { return density < other.density; }
+  };
+  std::vector<Group> groups;
+  double most = 0;
+  for (int32_t i : order) {
+    const auto state = static_cast<double>(bytes[i]);
+    if (costs[i] == 0) {
+      most += state;
+    } else if (!groups.empty() && groups.back().density == state / costs[i]) {
+      groups.back().cost += costs[i];
+    } else {
+      groups.push_back({state / costs[i], costs[i]});
+    }
   }
-  std::make_heap(heap.begin(), heap.end());
-  while (load > 0 && !heap.empty()) {
-    const auto [density, i] = heap.front();
-    bytes += density * std::min(load, plan.costs[i]);
-    load -= plan.costs[i];
-    std::pop_heap(heap.begin(), heap.end());
-    heap.pop_back();
+  std::make_heap(groups.begin(), groups.end());
+  while (load > 0 && !groups.empty()) {
+    most += groups.front().density * std::min(load, groups.front().cost);
+    load -= groups.front().cost;
+    std::pop_heap(groups.begin(), groups.end());
+    groups.pop_back();
   }
-  return static_cast<int64_t>(std::ceil(bytes));
+  return static_cast<int64_t>(std::ceil(most));
 }
 
-PlanReport make_report(const OwnershipPlan& plan) {
+PlanReport make_report(const OwnershipPlan& plan, const std::vector<int64_t>& bytes,
+                       const std::vector<int32_t>& order) {
   const std::vector<double> loads = plan.loads();
-  const std::vector<int64_t> bytes = plan.state_bytes();
+  const std::vector<int64_t> held = sum_per_slot(bytes, plan.owners, plan.mesh.slots());
   const double total = std::accumulate(plan.costs.begin(), plan.costs.end(), 0.0);
-  const double largest = *std::max_element(plan.costs.begin(), plan.costs.end());
+  const double largest = plan.costs[order.front()];
   PlanReport report;
   report.max_load = *std::max_element(loads.begin(), loads.end());
   report.mean_load = total / static_cast<double>(plan.mesh.slots());
   report.w_star = largest > 0 ? total / largest : 0;
-  report.lower_bound = makespan_bound(plan.costs, plan.mesh.slots());
-  report.max_state_bytes = *std::max_element(bytes.begin(), bytes.end());
-  report.state_bytes_bound =
-      plan.policy.memory_limit_bytes > 0
-          ? plan.policy.memory_limit_bytes
-          : std::max(report.max_state_bytes, most_bytes(plan, report.max_load));
+  report.lower_bound = makespan_bound(plan.costs, order, plan.mesh.slots());
+  report.max_state_bytes = *std::max_element(held.begin(), held.end());
+  report.state_bytes_bound = plan.policy.memory_limit_bytes;
+  if (report.state_bytes_bound == 0) {
+    report.state_bytes_bound =
+        std::max(report.max_state_bytes, most_bytes(plan.costs, bytes, order, report.max_load));
+  }
   return report;
 }
 
@@ -236,15 +170,13 @@ void add(Hasher& hasher, const Mesh& mesh, const PlanPolicy& policy) {
   }
 }
 
-Digest make_digest(const OwnershipPlan& plan) {
+Digest make_digest(const OwnershipPlan& plan, const Reader& reader) {
   Hasher hasher;
   add(hasher, plan.mesh, plan.policy);
-  for (size_t i = 0; i < plan.matrices.size(); ++i) {
-    const Matrix& m = plan.matrices[i];
-    hasher.add(m.name).add(m.unit).add(m.layer).add(m.dtype);
-    hasher.add(m.batch).add(m.rows).add(m.cols).add(m.state_bytes);
-    hasher.add(static_cast<int64_t>(m.route)).add(int64_t{plan.owners[i]});
+  for (const Hasher* part : {&reader.texts, &reader.numbers}) {
+    for (uint64_t word : part->digest().words) hasher.add(static_cast<int64_t>(word));
   }
+  for (int32_t owner : plan.owners) hasher.add(int64_t{owner});
   return hasher.digest();
 }
 
@@ -260,16 +192,16 @@ OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const Pl
   plan.mesh = mesh;
   plan.policy = policy;
   sort_by_name(matrices);
-  check(matrices);
   plan.matrices = std::move(matrices);
-  plan.costs.reserve(plan.matrices.size());
-  for (const Matrix& m : plan.matrices) plan.costs.push_back(newton_schulz_cost(m, policy));
-  Ids units = number(plan.matrices, &Matrix::unit);
-  sort_ids(units);
-  plan.owners = owners_of(plan, units.of_matrix);
-  plan.units = make_units(plan, units);
-  plan.report = make_report(plan);
-  plan.digest = make_digest(plan);
+  Reader reader(plan.matrices, policy);
+  reader.units.renumber_by_name();
+  plan.costs = std::move(reader.costs);
+  const std::vector<int32_t> order = order_descending(plan.costs);
+  const AssignProblem problem = make_problem(plan, reader);
+  plan.owners = make_owners(plan, problem, order);
+  plan.units = make_units(plan, problem.units, reader.units.names);
+  plan.report = make_report(plan, problem.bytes, order);
+  plan.digest = make_digest(plan, reader);
   return plan;
 }
 
@@ -286,7 +218,9 @@ std::vector<double> OwnershipPlan::loads() const {
 }
 
 std::vector<int64_t> OwnershipPlan::state_bytes() const {
-  return sum_per_slot(bytes_of(matrices), owners, mesh.slots());
+  std::vector<int64_t> held(mesh.slots());
+  for (size_t i = 0; i < owners.size(); ++i) held[owners[i]] += matrices[i].state_bytes;
+  return held;
 }
 
 std::string layer_of(std::string_view parameter, const std::vector<std::string>& containers) {
