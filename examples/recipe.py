@@ -38,7 +38,12 @@ class Recipe:
         return GPT(self.model)
 
 
+# Each optimizer's best of a grid in one process. Validation loss after 110 steps, seed 0:
+#   Muon lr, with adamw_lr 0.001:  0.01 2.103    0.02 2.041
+#   Muon lr, with adamw_lr 0.003:  0.01 2.115    0.02 2.028   0.04 2.389
+#   AdamW lr, 10 warm-up steps:    0.0007 2.426   0.001 2.421   0.0014 2.412
+#   AdamW lr, 30 warm-up steps:    0.002 2.406    0.003 2.407
 TUNED = {
-    "dmuon": Recipe("dmuon", lr=0.01, adamw_lr=0.003),
-    "adamw": Recipe("adamw", lr=0.0, adamw_lr=0.001),
+    "dmuon": Recipe("dmuon", lr=0.02, adamw_lr=0.003),
+    "adamw": Recipe("adamw", lr=0.0, adamw_lr=0.002, warmup_steps=30),
 }
