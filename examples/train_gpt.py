@@ -1,0 +1,235 @@
+"""Train a small GPT with FSDP2: with dmuon, or with AdamW alone.
+
+    torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is imported
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+import dmuon
+import one_process
+from corpus import Corpus, load_corpus
+from gpt import is_hidden_matrix
+from recipe import TUNED, Recipe
+from tables import as_tables
+
+VALIDATION_WINDOWS = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes nothing about the training itself."""
+
+    eval_every: int = 10
+    check: int = 0  # save the weights after this many steps; 0: never
+    out: Path = Path("out/train")
+
+
+@dataclass
+class Run:
+    """What a training run leaves behind. Losses are in nats per byte, the mean over all ranks."""
+
+    recipe: Recipe
+    validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
+    train: list[float] = field(default_factory=list)  # of each global batch, before its step
+    train_seconds: float = 0.0  # without validation
+
+    @property
+    def tokens_per_s(self) -> float:
+        tokens = len(self.train) * self.recipe.batch * self.recipe.context
+        return tokens / max(self.train_seconds, 1e-9)
+
+
+def main() -> None:
+    recipe, options = parse_args()
+    corpus = load_corpus()
+    mesh = start_processes()
+    run_recipe(recipe, corpus, mesh, options)
+    is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
+    dist.destroy_process_group()
+    if options.check and is_first:
+        judged = mesh.device_type == "cpu"
+        one_process.check(recipe, corpus, options.check, options.out, world_size, judged=judged)
+
+
+def parse_args() -> tuple[Recipe, Options]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--optimizer", choices=list(TUNED), default="dmuon")
+    parser.add_argument("--lr", type=float, help="of the matrices inside the blocks (dmuon only)")
+    parser.add_argument("--adamw-lr", type=float, help="of everything that AdamW trains")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch", type=int, help="sequences in a global batch")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--eval-every", type=int, metavar="STEPS")
+    parser.add_argument(
+        "--check", type=int, metavar="K", help="compare the first K steps with one process"
+    )
+    parser.add_argument("--out", type=Path, help="folder for the results")
+    given = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
+    options = {key: given.pop(key) for key in ("eval_every", "check", "out") if key in given}
+    return replace(TUNED[given["optimizer"]], **given), Options(**options)
+
+
+def start_processes() -> DeviceMesh:
+    """NCCL where each process has a GPU of its own, gloo on the CPU elsewhere."""
+    local_rank, local_world = (int(os.environ[key]) for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    use_gpu = torch.cuda.device_count() >= local_world
+    if use_gpu:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if use_gpu else "gloo")
+    device = "cuda" if use_gpu else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def run_recipe(recipe: Recipe, corpus: Corpus, mesh: DeviceMesh, options: Options) -> Run:
+    model, optimizer = build(recipe, mesh)
+    run = train(recipe, corpus, mesh, model, optimizer, options)
+    show(run, model, mesh)
+    if mesh.get_rank() == 0:
+        save(run, options.out)
+    return run
+
+
+def build(recipe: Recipe, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
+    model = recipe.initial_model().to(mesh.device_type)
+    if recipe.optimizer == "dmuon":
+        dmuon.dedicate_params(model, mesh, predicate=is_hidden_matrix)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if recipe.optimizer == "dmuon":
+        return model, dmuon.Muon(
+            model,
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+            adamw_lr=recipe.adamw_lr,
+            adamw_betas=recipe.betas,
+            adamw_weight_decay=recipe.weight_decay,
+        )
+    return model, AdamW(
+        model.parameters(), recipe.adamw_lr, recipe.betas, weight_decay=recipe.weight_decay
+    )
+
+
+def train(
+    recipe: Recipe,
+    corpus: Corpus,
+    mesh: DeviceMesh,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: Options,
+) -> Run:
+    run = Run(recipe)
+    scheduler = LambdaLR(optimizer, recipe.lr_factor)
+    bar = tqdm(range(recipe.steps), recipe.optimizer, disable=mesh.get_rank() != 0, unit="step")
+    for step in bar:
+        if step % options.eval_every == 0:
+            run.validation.append((step, validate(model, corpus, recipe, mesh)))
+        batch = my_rows(corpus.batch(recipe.seed, step, recipe.batch, recipe.context), mesh)
+        began = time.perf_counter()
+        run.train.append(train_step(model, optimizer, batch, recipe, mesh))
+        scheduler.step()
+        run.train_seconds += time.perf_counter() - began
+        if step + 1 == options.check:
+            save_weights(model, recipe, options.out)
+        loss = run.validation[-1][1]
+        bar.set_postfix_str(f"validation {loss:.3f}, {run.tokens_per_s:,.0f} tokens/s")
+    run.validation.append((recipe.steps, validate(model, corpus, recipe, mesh)))
+    return run
+
+
+def train_step(
+    model: nn.Module, optimizer: Optimizer, batch: list[Tensor], recipe: Recipe, mesh: DeviceMesh
+) -> float:
+    optimizer.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    if recipe.optimizer == "dmuon":
+        dmuon.clip_grad_norm_(optimizer, recipe.max_grad_norm)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+    optimizer.step()
+    return mean_over_ranks(loss.detach(), mesh)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, corpus: Corpus, recipe: Recipe, mesh: DeviceMesh) -> float:
+    windows = corpus.validation_batch(VALIDATION_WINDOWS, recipe.context)
+    return mean_over_ranks(model(*my_rows(windows, mesh)), mesh)
+
+
+def my_rows(batch: tuple[Tensor, Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """This rank's share of a global batch, on its device."""
+    rows, world_size = len(batch[0]), mesh.size()
+    if rows % world_size:
+        raise ValueError(
+            f"{rows} sequences do not divide over {world_size} processes; "
+            "choose a multiple (--batch for training)"
+        )
+    return [part.chunk(world_size)[mesh.get_rank()].to(mesh.device_type) for part in batch]
+
+
+def mean_over_ranks(value: Tensor, mesh: DeviceMesh) -> float:
+    total = value.clone()
+    dist.all_reduce(total, group=mesh.get_group())
+    return total.item() / mesh.size()
+
+
+def save_weights(model: nn.Module, recipe: Recipe, folder: Path) -> None:
+    """For the check: each rank writes the matrices it owns, rank 0 also what FSDP2 shards."""
+    rank = dist.get_rank()
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    whole = {name: p.full_tensor().detach() for name, p in sharded.items()}  # on every rank
+    weights = whole if rank == 0 else {}
+    if recipe.optimizer == "dmuon":
+        owned = dmuon.get_owned_params(model, rank)
+        weights |= {matrix.fqn: matrix._owned_data for matrix in owned}
+    folder.mkdir(parents=True, exist_ok=True)
+    copies = {name: weight.cpu().clone() for name, weight in weights.items()}
+    torch.save(copies, folder / f"{recipe.optimizer}.rank{rank}.pt")
+    dist.barrier()
+
+
+def show(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Every rank calls; the first one prints."""
+    lines = [
+        f"{run.recipe.optimizer}: validation loss {run.validation[-1][1]:.3f} after "
+        f"{run.recipe.steps} steps, {run.tokens_per_s:,.0f} tokens/s"
+    ]
+    if run.recipe.optimizer == "dmuon":
+        report = dmuon.report(model)
+        calls = torch.tensor(report["ns_calls_last_step"], device=mesh.device_type)
+        dist.all_reduce(calls, group=mesh.get_group())
+        matrices = len(dmuon.get_dedicated_params(model))
+        lines += [f"Newton-Schulz calls in the last step: {calls.item()} for {matrices} matrices"]
+        lines += ["", "dmuon.report() of rank 0", as_tables(report)]
+    if mesh.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def save(run: Run, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(run) | {"tokens_per_s": run.tokens_per_s}, indent=1)
+    (folder / f"{run.recipe.optimizer}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
