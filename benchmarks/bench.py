@@ -1,0 +1,61 @@
+"""Runs all figures and prints one table: figure, measured, limit, met.
+
+    python benchmarks/bench.py [--only host_time] [--json figures.json]
+
+Ends with status 1 if a limit is not met.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+SUBJECTS = ("host_time", "step_time", "wire_bytes", "memory", "parity")
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    figures = []
+    print(f"{'figure':<66} {'measured':>10} {'limit':>9}  met")
+    for subject in arguments.only or available_subjects():
+        figures += run(subject)
+    if arguments.json:
+        told = [vars(figure) | {"met": figure.met} for figure in figures]
+        arguments.json.write_text(json.dumps(told, indent=1))
+    missed = [figure.name for figure in figures if figure.met is False]
+    print(f"\n{len(missed)} limits not met" if missed else "\nall limits met")
+    return 1 if missed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=available_subjects())
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    return parser.parse_args()
+
+
+def available_subjects() -> list[str]:
+    return [*SUBJECTS, *(["plan"] if (HERE / "plan" / "bench_plan.py").exists() else [])]
+
+
+def run(subject: str) -> list:
+    started = time.monotonic()
+    name = "plan.bench_plan" if subject == "plan" else subject
+    figures = importlib.import_module(name).measure()
+    print(f"-- {subject} ({time.monotonic() - started:.0f} s)")
+    for figure in figures:
+        print(line(figure), flush=True)
+    return figures
+
+
+def line(figure) -> str:
+    limit = "" if figure.limit is None else f"{figure.limit:.3g}"
+    met = {None: "", True: "yes", False: "NO"}[figure.met]
+    return f"{figure.name:<66} {figure.measured:>10.4g} {limit:>9}  {met}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
