@@ -1,9 +1,9 @@
 """Parameters after training on four ranks against the same mathematics in one process.
 
 The one process is written in plain torch below: a direct Newton-Schulz, momentum and torch's AdamW.
-How far it moves from itself when it sums the four slices of a batch in another order says how much
-of a difference the mathematics itself makes of rounding: twice that is allowed where it is more than
-the limit. A difference is relative to the largest element of the parameter.
+How far it moves from itself when it sums the four slices of a batch in another order says what
+difference the mathematics itself makes of rounding: twice that is allowed where it is more than the
+limit. A difference is relative to the largest element of the parameter.
 """
 
 from functools import partial
@@ -11,9 +11,10 @@ from functools import partial
 import dmuon
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from models import Gpt, is_block_matrix, text_batch
 from support import Figure, cpu_mesh, run_ranks, shard
-from torch import Tensor
 
 WORLD_SIZE = 4
 WIDTH, LAYERS, CONTEXT, VOCABULARY, SEQUENCES = 64, 2, 32, 64, 4
@@ -40,8 +41,10 @@ def compare() -> list[Figure]:
     unpacked = train_ranks(ns_backend="gram", pack_small_params=False)
     if dist.get_rank() != 0:
         return []
-    figures = [figure for steps in LIMITS for figure in compare_at(steps, ours)]
-    return [*figures, bitwise("packed and unpacked: elements that differ", ours["gram"], unpacked)]
+    return [
+        *(figure for steps in LIMITS for figure in compare_at(steps, ours)),
+        bitwise("packed and unpacked: elements that differ", ours["gram"], unpacked),
+    ]
 
 
 def compare_at(steps: int, ours: dict[str, dict[int, Parameters]]) -> list[Figure]:
@@ -56,7 +59,11 @@ def compare_at(steps: int, ours: dict[str, dict[int, Parameters]]) -> list[Figur
     ]
     return [
         *figures,
-        Figure(f"{name}: gram against float64", difference(ours["gram"][steps], exact), max(LIMITS[steps], 2 * error)),
+        Figure(
+            f"{name}: gram against float64",
+            difference(ours["gram"][steps], exact),
+            max(LIMITS[steps], 2 * error),
+        ),
         Figure("  float32 summed in another order", rounding),
         Figure("  float32 against float64", error),
     ]
@@ -108,7 +115,11 @@ def train_ranks(pack_small_params: bool = True, **muon) -> dict[int, Parameters]
 
 
 def whole_parameters(model) -> Parameters:
-    owned = {p.fqn: p._owned_data.clone() for p in dmuon.get_owned_params(model, dist.get_rank()) if p.is_owner}
+    owned = {
+        p.fqn: p._owned_data.clone()
+        for p in dmuon.get_owned_params(model, dist.get_rank())
+        if p.is_owner
+    }
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, owned)
     symmetric = {n: p for n, p in model.named_parameters() if not is_block_matrix(n, p)}

@@ -9,7 +9,8 @@ import statistics
 import dmuon
 import torch
 import torch.distributed as dist
-from models import Gpt, is_block_matrix, text_batch
+
+from models import Gpt, block_matrices, is_block_matrix, text_batch
 from support import Figure, Stopwatch, cpu_mesh, no_garbage_collection, run_ranks, shard
 
 WORLD_SIZE = 4
@@ -23,7 +24,7 @@ def measure() -> list[Figure]:
     for side in ("dmuon", "AdamW"):
         check_trained(side, [rank[side]["loss"] for rank in ranks])
     seconds = {side: phase_medians([rank[side] for rank in ranks]) for side in ("dmuon", "AdamW")}
-    return describe(seconds["dmuon"], seconds["AdamW"])
+    return describe(seconds["dmuon"], seconds["AdamW"], run_ranks(newton_schulz_seconds, 1)[0])
 
 
 def train_in_turn() -> dict[str, dict[str, list[float]]]:
@@ -78,13 +79,27 @@ def phase_medians(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
     return {phase: statistics.median(laps) for phase, laps in job.items()}
 
 
-def describe(ours: dict[str, float], adamw: dict[str, float]) -> list[Figure]:
+def newton_schulz_seconds() -> float:
+    """CPU seconds of Newton-Schulz alone, on all matrices of the model in turn."""
+    matrices = list(block_matrices(Gpt(WIDTH, LAYERS, CONTEXT)).values())
+    laps = []
+    for _ in range(ROUNDS):
+        watch = Stopwatch()
+        for matrix in matrices:
+            dmuon.newton_schulz(matrix.detach())
+        laps.append(watch.lap().cpu)
+    return statistics.median(laps)
+
+
+def describe(ours: dict[str, float], adamw: dict[str, float], newton_schulz: float) -> list[Figure]:
     limits = {"whole": 1.35, "backward": 1.05}
     figures = [
-        Figure(f"GPT {phase}: CPU time, dmuon / AdamW", ours[phase] / adamw[phase], limits.get(phase))
+        Figure(
+            f"GPT {phase}: CPU time, dmuon / AdamW", ours[phase] / adamw[phase], limits.get(phase)
+        )
         for phase in ("whole", *PHASES)
     ]
     for phase in ("whole", *PHASES):
         figures.append(Figure(f"  {phase}: dmuon, ms of CPU in the job", ours[phase] * 1e3))
         figures.append(Figure(f"  {phase}: AdamW, ms of CPU in the job", adamw[phase] * 1e3))
-    return figures
+    return [*figures, Figure("  Newton-Schulz alone, ms of CPU", newton_schulz * 1e3)]

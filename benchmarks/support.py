@@ -1,6 +1,6 @@
 """What the figures share: how a figure is told, how ranks are started, how times are compared.
 
-Times are compared as ratios of medians over interleaved repeats of one run, never one by one: the
+Times are compared as ratios of medians over interleaved repeats of one run, never singly: the
 machine may be busy with something else, and then it is for all sides. CPU time counts all threads.
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 import torch
+import torch._dynamo  # noqa: F401  optimizers import it on first use: once, before the fork
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -46,14 +47,14 @@ def run_ranks(function: Callable, world_size: int, *args) -> list:
     started torch's threads: do all tensor work inside ranks, also that of one process.
 
     Raises:
-        RuntimeError: a rank raised, died or took more than ``RANK_TIMEOUT_S``; the others are ended.
+        RuntimeError: a rank raised, died or took more than ``RANK_TIMEOUT_S``; all are ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         return _run(function, args, lambda rank: _join_gloo(rank, world_size, folder), world_size)
 
 
 def run_fake_rank(function: Callable, world_size: int, *args):
-    """What ``function(*args)`` returned in one process that believes it is rank 0 of ``world_size``.
+    """What ``function(*args)`` returned in one process that takes itself for rank 0 of several.
 
     Collectives return at once and move nothing, so what is left is the work of the host.
     """
@@ -63,7 +64,10 @@ def run_fake_rank(function: Callable, world_size: int, *args):
 def _join_gloo(rank: int, world_size: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", world_size),
+        rank=rank,
+        world_size=world_size,
     )
 
 
@@ -160,9 +164,7 @@ class Stopwatch:
 
 
 def median_times(times: list[Time]) -> Time:
-    return Time(
-        statistics.median(t.cpu for t in times), statistics.median(t.wall for t in times)
-    )
+    return Time(statistics.median(t.cpu for t in times), statistics.median(t.wall for t in times))
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Bytes on the wire in the whole job and step for the matrices of the blocks, in units of (N-1)P.
 
-P is the size of those matrices and N the number of ranks. Told by dmuon's report, and by the kernel:
-what the TCP connections of all ranks sent, minus what they sent when nobody moves the matrices.
+P is the size of those matrices and N the number of ranks. Told by dmuon's report, and by the
+kernel: what the TCP connections of all ranks sent, minus what they sent when nobody moves the
+matrices.
 """
 
 import os
@@ -12,6 +13,7 @@ import struct
 import dmuon
 import torch
 import torch.distributed as dist
+
 from models import Chain, block_matrices, is_block_matrix
 from support import Figure, cpu_mesh, run_ranks, shard
 
@@ -29,23 +31,26 @@ def measure_world(world_size: int) -> list[Figure]:
     figures = []
     for reshard, limit in ((True, 3.1), (False, 2.1)):
         sides = run_ranks(count_all, world_size, reshard)
-        reported, kernel, fsdp2 = (sum(rank[at] for rank in sides) for at in range(3))
+        reported, kernel, fsdp2, calls = (sum(rank[at] for rank in sides) for at in range(4))
         unit = (world_size - 1) * UNITS * MATRICES * SIZE * SIZE * 4
         where = f"N={world_size}, reshard_after_forward={reshard}"
         figures += [
             Figure(f"wire, {where}: report", reported / unit, limit),
             Figure(f"wire, {where}: kernel", kernel / unit, limit),
             Figure("  FSDP2 with AdamW: kernel", fsdp2 / unit),
+            Figure("  Newton-Schulz calls too many or too few", abs(calls - UNITS * MATRICES), 0),
         ]
     return figures
 
 
-def count_all(reshard: bool) -> tuple[int, float, float]:
-    """This rank's bytes in a step: dmuon's as reported, dmuon's and FSDP2's as the kernel saw them."""
+def count_all(reshard: bool) -> tuple[int, float, float, int]:
+    """This rank's bytes in a step, as dmuon reports them, as the kernel saw dmuon's and FSDP2's;
+    and how often this rank ran Newton-Schulz in it."""
     nobody, _ = count("nobody", reshard)
     ours, report = count("dmuon", reshard)
     fsdp2, _ = count("fsdp2", reshard)
-    return report["sent_bytes_last_step"], ours - nobody, fsdp2 - nobody
+    reported = report["sent_bytes_last_step"]
+    return reported, ours - nobody, fsdp2 - nobody, report["ns_calls_last_step"]
 
 
 def count(side: str, reshard: bool) -> tuple[float, dict]:
@@ -67,7 +72,9 @@ def build(side: str, reshard: bool):
     shard(model, model.units, mesh, reshard_after_forward=reshard, **ignored)
     if side == "dmuon":
         return model, dmuon.Muon(model)
-    symmetric = [p for n, p in model.named_parameters() if side == "fsdp2" or not is_block_matrix(n, p)]
+    symmetric = [
+        p for n, p in model.named_parameters() if side == "fsdp2" or not is_block_matrix(n, p)
+    ]
     return model, torch.optim.AdamW(symmetric)
 
 
