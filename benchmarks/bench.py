@@ -25,7 +25,7 @@ def main() -> int:
             figures += run(subject)
         except Exception:  # the other subjects are still worth their figures
             failed.append(subject)
-            print(f"-- {subject} FAILED\n{traceback.format_exc()}", flush=True)
+            print(f"-- {subject} FAILED\n{traceback.format_exc(limit=-1)}", flush=True)
     if arguments.json:
         told = [vars(figure) | {"met": figure.met} for figure in figures]
         arguments.json.write_text(json.dumps(told, indent=1))
