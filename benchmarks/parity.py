@@ -1,0 +1,163 @@
+"""Parameters after training on four ranks against the same mathematics in one process.
+
+The one process is written in plain torch below: a direct Newton-Schulz, momentum and torch's AdamW.
+How far it moves from itself when it sums the four slices of a batch in another order says what
+difference the mathematics itself makes of rounding: twice that is allowed where it is more than the
+limit. A difference is relative to the largest element of the parameter.
+"""
+
+from functools import partial
+
+import dmuon
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models import Gpt, is_block_matrix, text_batch
+from support import Figure, cpu_mesh, run_ranks, shard
+
+WORLD_SIZE = 4
+WIDTH, LAYERS, CONTEXT, VOCABULARY, SEQUENCES = 64, 2, 32, 64, 4
+LIMITS = {1: 5e-7, 20: 2e-6}  # by number of steps
+LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+
+Parameters = dict[str, Tensor]
+
+
+def measure() -> list[Figure]:
+    return run_ranks(compare, WORLD_SIZE)[0]
+
+
+def compare() -> list[Figure]:
+    ours = {kind: train_ranks(ns_backend=kind) for kind in ("gram", "direct")}
+    unpacked = train_ranks(ns_backend="gram", pack_small_params=False)
+    if dist.get_rank() != 0:
+        return []
+    return [
+        *(figure for steps in LIMITS for figure in compare_at(steps, ours)),
+        bitwise("packed and unpacked: elements that differ", ours["gram"], unpacked),
+    ]
+
+
+def compare_at(steps: int, ours: dict[str, dict[int, Parameters]]) -> list[Figure]:
+    single = train_single(steps, torch.float32, order=(0, 1, 2, 3))
+    reordered = train_single(steps, torch.float32, order=(2, 0, 3, 1))
+    exact = train_single(steps, torch.float64, order=(0, 1, 2, 3))
+    rounding, error = difference(reordered, single), difference(single, exact)
+    name, limit = f"parity, {steps} steps", max(LIMITS[steps], 2 * rounding)
+    figures = [
+        Figure(f"{name}: {kind} against float32", difference(trained[steps], single), limit)
+        for kind, trained in ours.items()
+    ]
+    return [
+        *figures,
+        Figure(
+            f"{name}: gram against float64",
+            difference(ours["gram"][steps], exact),
+            max(LIMITS[steps], 2 * error),
+        ),
+        Figure("  float32 summed in another order", rounding),
+        Figure("  float32 against float64", error),
+    ]
+
+
+def difference(some: Parameters, other: Parameters) -> float:
+    def relative(a: Tensor, b: Tensor) -> float:
+        return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+
+    return max(relative(some[name], other[name]) for name in other)
+
+
+def bitwise(name: str, some: dict[int, Parameters], other: dict[int, Parameters]) -> Figure:
+    last = max(LIMITS)
+    count = sum((some[last][n] != other[last][n]).sum().item() for n in other[last])
+    return Figure(name, count, 0)
+
+
+def initial_model() -> Gpt:
+    torch.manual_seed(0)
+    return Gpt(WIDTH, LAYERS, CONTEXT, vocabulary=VOCABULARY)
+
+
+def slice_of_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    return text_batch(step * WORLD_SIZE + rank, SEQUENCES, CONTEXT, VOCABULARY)
+
+
+def train_ranks(pack_small_params: bool = True, **muon) -> dict[int, Parameters]:
+    """All parameters at the numbers of steps that have a limit; meaningful on rank 0."""
+    model = initial_model()
+    dmuon.dedicate_params(model, cpu_mesh(), is_block_matrix, pack_small_params=pack_small_params)
+    shard(model, model.units, cpu_mesh())
+    optimizer = dmuon.Muon(
+        model,
+        lr=LR,
+        momentum=MOMENTUM,
+        weight_decay=DECAY,
+        **{f"adamw_{key}": value for key, value in ADAMW.items()},
+        **muon,
+    )
+    trained = {}
+    for step in range(1, max(LIMITS) + 1):
+        model(*slice_of_batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in LIMITS:
+            trained[step] = whole_parameters(model)
+    return trained
+
+
+def whole_parameters(model) -> Parameters:
+    owned = {
+        p.fqn: p._owned_data.clone()
+        for p in dmuon.get_owned_params(model, dist.get_rank())
+        if p.is_owner
+    }
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, owned)
+    symmetric = {n: p for n, p in model.named_parameters() if not is_block_matrix(n, p)}
+    whole = {name: parameter.full_tensor().detach() for name, parameter in symmetric.items()}
+    return whole | {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def train_single(steps: int, dtype: torch.dtype, order: tuple[int, ...]) -> Parameters:
+    model = initial_model().to(dtype)
+    matrices = [p for n, p in model.named_parameters() if is_block_matrix(n, p)]
+    rest = [p for n, p in model.named_parameters() if not is_block_matrix(n, p)]
+    update = partial(muon, buffers=[torch.zeros_like(p) for p in matrices])
+    adamw = torch.optim.AdamW(rest, **ADAMW)
+    for step in range(1, steps + 1):
+        for rank in order:
+            (model(*slice_of_batch(step, rank)) / len(order)).backward()
+        update(matrices)
+        adamw.step()
+        model.zero_grad()
+    return dict(model.named_parameters())
+
+
+@torch.no_grad()
+def muon(matrices: list[Tensor], buffers: list[Tensor]) -> None:
+    for weight, buffer in zip(matrices, buffers):
+        buffer.mul_(MOMENTUM).add_(weight.grad)
+        update = orthogonalize(weight.grad + MOMENTUM * buffer)
+        weight.mul_(1 - LR * DECAY)
+        weight.sub_(update, alpha=LR * 0.2 * max(weight.shape) ** 0.5)
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Newton-Schulz, direct, with the coefficients and safety factor of arXiv:2505.16932."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonalize(matrix.T).T
+    x = matrix / matrix.norm()
+    for a, b, c in POLAR_EXPRESS:
+        a, b, c = a / 1.05, b / 1.05**3, c / 1.05**5
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
