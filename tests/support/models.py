@@ -1,0 +1,47 @@
+"""Small models of the multi-rank tests, and the usual way to wrap them in FSDP2."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+INPUTS, OUTPUTS = 11, 5
+
+
+class Block(nn.Module):
+    """LayerNorm, two Linears with bias, a residual: two matrices of odd sizes."""
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """`inp`, blocks, `head`. The matrices of the blocks are the ones to dedicate (`in_blocks`)."""
+
+    def __init__(self, dims=((17, 29), (17, 18)), block=Block):
+        super().__init__()
+        self.inp = nn.Linear(INPUTS, dims[0][0])
+        self.blocks = nn.ModuleList(block(*sizes) for sizes in dims)
+        self.head = nn.Linear(dims[0][0], OUTPUTS)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def in_blocks(name, param):
+    return "blocks." in name and param.ndim >= 2
+
+
+def shard(model, mesh, **options):
+    """Each block, then the root, as every FSDP2 script does."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
