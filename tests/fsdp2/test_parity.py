@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import dmuon
-from tests.support.models import Net, shard
+from tests.support.models import Bare, Net, shard
 from tests.support.parity import assert_same, check_parity, full_weights, setup, three_steps
 from tests.support.ranks import run_ranks
 
@@ -164,18 +163,6 @@ def bare_blocks(backwards):
     for block in model.blocks if backwards else ():
         block._modules = dict(reversed(block._modules.items()))
     return model
-
-
-class Bare(nn.Module):
-    """Nothing but matrices: FSDP2 itself, which packs in order of registration, has no part."""
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 def test_one_rank_is_one_process():

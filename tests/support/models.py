@@ -20,6 +20,18 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class Bare(nn.Module):
+    """Nothing but matrices: FSDP2 itself, which packs in order of registration, has no part."""
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class Net(nn.Module):
     """`inp`, blocks, `head`. The matrices of the blocks are the ones to dedicate (`in_blocks`)."""
 
