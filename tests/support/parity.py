@@ -78,17 +78,18 @@ def three_steps(run):
 
 def check_parity(
     rank, world_size, script=three_steps, *, make_model=Net, predicate=in_blocks, wrap=shard,
-    dedicate=None, muon=None, oracle=None, prepare=None, count_ns=True, transient=True,
+    dedicate=None, muon=None, oracle=None, prepare=None, muon_names=None, count_ns=True, transient=True,
 ):  # fmt: skip
     """Runs `script` under dmuon and under the oracle; returns the dmuon run after comparing.
 
     `dedicate` and `muon` are keywords of dmuon's calls; those of `muon` that the oracle knows too
-    reach it. `prepare(run)` is called on all runs before the script.
+    reach it. `muon_names` says which parameters Muon trains, where that is not all the predicate
+    selects. `prepare(run)` is called on all runs before the script.
     """
     dedicate, muon, oracle = dedicate or {}, muon or {}, oracle or {}
     torch.manual_seed(7)
     plain = make_model()
-    chosen = {n for n, p in plain.named_parameters() if predicate(n, p)}
+    chosen = {n for n, p in plain.named_parameters() if (muon_names or predicate)(n, p)}
     model = copy.deepcopy(plain)
     mesh = cpu_mesh(world_size)
     dmuon.dedicate_params(model, mesh, predicate=predicate, **dedicate)
