@@ -1,9 +1,9 @@
 """The Python functions of Newton-Schulz, against the float64 iteration of the oracle."""
 
+import dmuon
 import pytest
 import torch
 
-import dmuon
 from tests.support import oracle
 from tests.support.oracle import relative_error
 
@@ -105,14 +105,14 @@ def test_non_contiguous_input_is_read_right():
 
 @pytest.mark.parametrize("x", [torch.zeros(3), torch.zeros(2, 2, 2, 2), torch.zeros(())])
 def test_refuses_what_is_no_matrix(x):
-    with pytest.raises(ValueError, match="dim"):
+    with pytest.raises(ValueError, match=r"\[m, n\]"):
         dmuon.newton_schulz(x)
 
 
 def test_refuses_integers_and_too_few_steps():
     with pytest.raises(ValueError, match="steps"):
         dmuon.newton_schulz(gaussian(3, 4), steps=0)
-    with pytest.raises((ValueError, TypeError), match="(?i)float|int"):
+    with pytest.raises((ValueError, TypeError), match=r"(?i)float|int"):
         dmuon.newton_schulz(torch.ones(3, 4, dtype=torch.int64))
 
 

@@ -1,10 +1,10 @@
-"""k micro-batches are one large batch, with and without no_sync; clipping sees the whole gradient."""
+"""k micro-batches are one large batch, with or without no_sync; clipping sees all gradients."""
 
+import dmuon
 import pytest
 import torch
 import torch.nn as nn
 
-import dmuon
 from tests.support.parity import (
     assert_all_raise,
     assert_same,

@@ -16,9 +16,10 @@ from tests.support.ranks import run_ranks
 
 def once_per_rank(*checks, sizes=(2, 4)):
     return pytest.mark.parametrize(
-        ("check", "world_size"), [(c, n) for c in checks for n in sizes],
+        ("check", "world_size"),
+        [(c, n) for c in checks for n in sizes],
         ids=[f"{c.__name__.removeprefix('check_')}-{n}" for c in checks for n in sizes],
-    )  # fmt: skip
+    )
 
 
 # Calls and backward passes ---------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Manual control: every call is idempotent and legal at any point of a step."""
 
+import dmuon
 import pytest
 import torch
 
-import dmuon
 from tests.support.parity import assert_same, check_parity, full_weights, setup, three_steps
 from tests.support.ranks import run_ranks
 

@@ -2,14 +2,15 @@
 
 import copy
 import pickle
+from functools import partial
 
+import dmuon
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-import dmuon
 from tests.support.models import Bare, Net, in_blocks, shard
 from tests.support.parity import (
     Run,
@@ -33,8 +34,9 @@ def assert_setup_is_refused(world_size, model, predicate, kind, *words, mesh=Non
         lambda: dmuon.dedicate_params(
             model, mesh or cpu_mesh(world_size), predicate=predicate, **options
         ),
-        kind, *words,
-    )  # fmt: skip
+        kind,
+        *words,
+    )
     after = {n: id(p) for n, p in model.named_parameters()}
     assert after == {n: address for n, (address, _) in before.items()}, "parameters were replaced"
     for name, (_, value) in before.items():
@@ -43,8 +45,11 @@ def assert_setup_is_refused(world_size, model, predicate, kind, *words, mesh=Non
 
 
 def count_hooks(model):
-    return [len(getattr(m, table)) for m in model.modules() for table in
-            ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")]  # fmt: skip
+    return [
+        len(getattr(m, table))
+        for m in model.modules()
+        for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
+    ]
 
 
 def assert_usable(rank, world_size, model, predicate=in_blocks, wrap=shard):
@@ -66,14 +71,21 @@ def check_predicate_differs(rank, world_size):
     last = world_size - 1
     model = seeded(Net)
     assert_setup_is_refused(
-        world_size, model,
+        world_size,
+        model,
         lambda n, p: in_blocks(n, p) and (rank != last or n != "blocks.1.up.weight"),
-        "ValueError", "blocks.1.up.weight", str(last),
-    )  # fmt: skip
+        "ValueError",
+        "blocks.1.up.weight",
+        str(last),
+    )
     assert_setup_is_refused(
-        world_size, model, lambda n, p: in_blocks(n, p) or (rank == 0 and n == "head.weight"),
-        "ValueError", "head.weight", "0",
-    )  # fmt: skip
+        world_size,
+        model,
+        lambda n, p: in_blocks(n, p) or (rank == 0 and n == "head.weight"),
+        "ValueError",
+        "head.weight",
+        "0",
+    )
     assert_usable(rank, world_size, model)
 
 
@@ -113,7 +125,7 @@ def check_selects_nothing(rank, world_size):
     assert_usable(rank, world_size, model)
 
 
-# F02: another order is fine; see test_parity. F03: other shapes and dtypes -------------------------
+# F03: other shapes and dtypes (F02, another order, is fine: test_parity) -------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -141,7 +153,7 @@ def test_initial_values_are_those_of_one_rank_whoever_owns(world_size):
 
 
 def check_initial_values(rank, world_size):
-    """Ranks that start apart train together: the owner's weight is what every rank computes with."""
+    """Ranks that start apart train together: all compute with the owner's weight."""
     torch.manual_seed(100 + rank)
     model, mesh = Net(block=Bare), cpu_mesh(world_size)
     mine = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -163,15 +175,20 @@ def test_hyper_parameters_that_differ_between_ranks(world_size):
 
 def check_other_hyper_parameters(rank, world_size):
     for keyword, usual, other in (
-        ("ns_steps", 5, 6), ("nesterov", True, False), ("momentum", 0.95, 0.9),
-        ("ns_backend", "gram", "direct"), ("replicate_async", True, False),
-    ):  # fmt: skip
+        ("ns_steps", 5, 6),
+        ("nesterov", True, False),
+        ("momentum", 0.95, 0.9),
+        ("ns_backend", "gram", "direct"),
+        ("replicate_async", True, False),
+    ):
         run = setup(world_size)
-        value = other if rank == 1 else usual
-        assert_all_raise(
-            lambda: (run.__setattr__("optimizer", dmuon.Muon(run.model, **{keyword: value})),  # noqa: B023
-                     run.train(0)), "ValueError", keyword,  # noqa: B023
-        )  # fmt: skip
+        options = {keyword: other if rank == 1 else usual}
+        assert_all_raise(partial(remake_and_train, run, options), "ValueError", keyword)
+
+
+def remake_and_train(run, options):
+    run.optimizer = dmuon.Muon(run.model, **options)
+    run.train(0)
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -199,9 +216,10 @@ def test_setup_options_that_differ_between_ranks(world_size):
 
 def check_other_options(rank, world_size):
     for options in (
-        {"pack_small_params": rank == 0}, {"reshard_after_forward": rank == 0},
+        {"pack_small_params": rank == 0},
+        {"reshard_after_forward": rank == 0},
         {"process_group_policy": "isolated" if rank == 0 else "shared"},
-    ):  # fmt: skip
+    ):
         assert_setup_is_refused(
             world_size, seeded(Net), in_blocks, "ValueError", next(iter(options)), **options
         )
@@ -265,9 +283,13 @@ def check_policies(rank, world_size):
         assert_setup_is_refused(
             world_size, model, in_blocks, "ValueError", word, param_policy=policy
         )
-    for option, value in (("owner_strategy", "random"), ("owner_cost_model", "guess"),
-                          ("process_group_policy", "mine"), ("tp_buffer_reuse", "both"),
-                          ("max_owners_per_group", 0)):  # fmt: skip
+    for option, value in (
+        ("owner_strategy", "random"),
+        ("owner_cost_model", "guess"),
+        ("process_group_policy", "mine"),
+        ("tp_buffer_reuse", "both"),
+        ("max_owners_per_group", 0),
+    ):
         assert_setup_is_refused(
             world_size, model, in_blocks, "ValueError", option, **{option: value}
         )
@@ -282,9 +304,13 @@ def test_a_boundary_without_an_ancestor_is_refused_by_name(world_size):
 def check_boundaries(rank, world_size):
     model = seeded(Net)
     assert_setup_is_refused(
-        world_size, model, lambda n, p: p.ndim == 2, "ValueError", "inp.weight",
+        world_size,
+        model,
+        lambda n, p: p.ndim == 2,
+        "ValueError",
+        "inp.weight",
         hook_boundary_predicate=lambda name, module: name.startswith("blocks."),
-    )  # fmt: skip
+    )
     assert_usable(rank, world_size, model)
 
 
@@ -350,12 +376,15 @@ def check_order(rank, world_size):
     shard(model, mesh)
     assert_all_raise(
         lambda: dmuon.dedicate_params(model, mesh, predicate=in_blocks),
-        "ValueError", "fully_shard", "blocks.",
-    )  # fmt: skip
+        "ValueError",
+        "fully_shard",
+    )
     twice = seeded(Net)
     dmuon.dedicate_params(twice, mesh, predicate=in_blocks)
     assert_all_raise(
-        lambda: dmuon.dedicate_params(twice, mesh, predicate=in_blocks), "ValueError", "twice"
+        lambda: dmuon.dedicate_params(twice, mesh, predicate=in_blocks),
+        "ValueError",
+        "dedicate_params",
     )
     assert_all_raise(lambda: dmuon.Muon(seeded(Net)), "ValueError", "dedicate_params")
     shard(twice, mesh)
@@ -369,8 +398,13 @@ def test_calls_that_need_a_managed_model(world_size):
 
 def check_unmanaged(rank, world_size):
     plain = seeded(Net)
-    for call in (dmuon.wait_all_reduces, dmuon.report, dmuon.get_dedicated_params,
-                 dmuon.ignored_params, dmuon.summarize_comm_plan):  # fmt: skip
+    for call in (
+        dmuon.wait_all_reduces,
+        dmuon.report,
+        dmuon.get_dedicated_params,
+        dmuon.ignored_params,
+        dmuon.summarize_comm_plan,
+    ):
         assert_all_raise(lambda: call(plain), "ValueError", "dedicate_params")  # noqa: B023
 
 
@@ -391,7 +425,7 @@ def check_stolen(rank, world_size):
     )
 
 
-# F11-F12, F16: test_parity, test_autograd. F13-F14: tied -------------------------------------------
+# F13-F14: tied (F11-F12, F16: test_parity, test_autograd) -----------------------------------------
 
 
 class Tied(Net):
@@ -411,7 +445,7 @@ def check_half_tied(rank, world_size):
     )
 
 
-# F15: parameters changed after setup ---------------------------------------------------------------
+# F15: parameters changed after setup ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -463,8 +497,10 @@ def check_subclass(rank, world_size):
     model.blocks[0].up.weight = nn.Parameter(weight)
     assert_all_raise(
         lambda: dmuon.dedicate_params(model, cpu_mesh(world_size), predicate=in_blocks),
-        "ValueError", "blocks.0.up.weight", "Labelled",
-    )  # fmt: skip
+        "ValueError",
+        "blocks.0.up.weight",
+        "Labelled",
+    )
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -483,9 +519,11 @@ def check_parametrised(rank, world_size):
     """The matrix of a weight norm is `original1`; its size vector stays with AdamW."""
     try:
         check_parity(
-            rank, world_size, make_model=weight_normed,
+            rank,
+            world_size,
+            make_model=weight_normed,
             predicate=lambda n, p: in_blocks(n, p) and min(p.shape) > 1,
-        )  # fmt: skip
+        )
     except ValueError as error:
         assert "parametrizations" in str(error)
 
@@ -508,8 +546,9 @@ def check_strides(rank, world_size):
     model.blocks[0].up.weight = nn.Parameter(torch.randn(1, 17).expand(29, 17))
     assert_all_raise(
         lambda: dmuon.dedicate_params(model, cpu_mesh(world_size), predicate=in_blocks),
-        "ValueError", "blocks.0.up.weight",
-    )  # fmt: skip
+        "ValueError",
+        "blocks.0.up.weight",
+    )
 
 
 # F19: clones -------------------------------------------------------------------------------------
@@ -532,7 +571,7 @@ def check_copies(rank, world_size):
     three_steps(Run(model, dmuon.Muon(model), [rank], world_size, managed=True))
 
 
-# Tensor parallelism that is not named --------------------------------------------------------------
+# Tensor parallelism that is not named --------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [4])
@@ -547,6 +586,8 @@ def check_unnamed_tp(rank, world_size):
     for block in model.blocks:
         parallelize_module(block, tp, {"up": ColwiseParallel()})
     assert_all_raise(
-        lambda: dmuon.dedicate_params(model, dp, predicate=in_blocks), "ValueError",
-        "blocks.0.up.weight", "mesh_dim_names",
-    )  # fmt: skip
+        lambda: dmuon.dedicate_params(model, dp, predicate=in_blocks),
+        "ValueError",
+        "blocks.0.up.weight",
+        "mesh_dim_names",
+    )

@@ -2,10 +2,10 @@
 
 import json
 
+import dmuon
 import pytest
 import torch
 
-import dmuon
 from tests.support.models import Bare, Net, in_blocks, shard
 from tests.support.parity import (
     PLACEHOLDER_BYTES,
@@ -77,9 +77,11 @@ def test_bytes_on_the_wire(world_size, reshard, bound):
 def check_bytes(rank, world_size, reshard, bound):
     """In units of (N-1) P: one reduce, and one or two materialisations; the rest is agreement."""
     run = setup(
-        world_size, make_model=five_bare_blocks, dedicate={"reshard_after_forward": reshard},
+        world_size,
+        make_model=five_bare_blocks,
+        dedicate={"reshard_after_forward": reshard},
         wrap=lambda m, mesh: shard(m, mesh, reshard_after_forward=reshard),
-    )  # fmt: skip
+    )
     for step in range(3):
         run.train(step)
         sent = total(dmuon.report(run.model)["sent_bytes_last_step"])
@@ -107,7 +109,7 @@ def check_memory(rank, world_size):
 
 
 def assert_little_memory(run, owned):
-    """Also for what nobody names: no tensor alive is as large as a matrix that is not owned here."""
+    """Storages are counted, not shapes."""
     names = {p.fqn for p in dmuon.get_dedicated_params(run.model)}
     for name, p in run.model.named_parameters():
         name = clean_name(name)
@@ -177,8 +179,9 @@ def check_inspection(rank, world_size):
     ):
         assert json.loads(json.dumps(summary)), "empty"
     everyone = [None] * world_size
-    listed = [(p.fqn, p.owner_rank, tuple(p.full_shape)) for p in
-              dmuon.get_dedicated_params(run.model)]  # fmt: skip
+    listed = [
+        (p.fqn, p.owner_rank, tuple(p.full_shape)) for p in dmuon.get_dedicated_params(run.model)
+    ]
     torch.distributed.all_gather_object(everyone, listed)
     assert all(other == listed for other in everyone)
     for p in dmuon.get_owned_params(run.model, rank):

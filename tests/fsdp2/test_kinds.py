@@ -1,14 +1,15 @@
 """Weights of every kind: experts, convolutions, tied, bf16 compute, meta construction."""
 
 import copy
+from typing import ClassVar
 
+import dmuon
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import dmuon
 from tests.support.models import Bare, Block, Net, in_blocks, shard
 from tests.support.oracle import Oracle, relative_error, tolerance
 from tests.support.parity import (
@@ -61,7 +62,7 @@ class Conv1d(Conv):
         return x + self.back(torch.tanh(self.conv(x[:, None, :])))[:, 0, :]
 
 
-def policy(view):
+def viewed(view):
     return {"overrides": [{"name": "blocks", "set": {"view": view}}]}
 
 
@@ -74,10 +75,13 @@ def check_views(rank, world_size):
     for block, view in ((Experts, None), (Experts, "flatten"), (Conv, None)):
         names = dict(Net(block=block).named_parameters())
         check_parity(
-            rank, world_size, make_model=lambda: Net(block=block),  # noqa: B023
-            dedicate={"param_policy": policy(view)} if view else {},
-            oracle={"views": dict.fromkeys(names, view)} if view else {}, count_ns=False,
-        )  # fmt: skip
+            rank,
+            world_size,
+            make_model=lambda: Net(block=block),  # noqa: B023
+            dedicate={"param_policy": viewed(view)} if view else {},
+            oracle={"views": dict.fromkeys(names, view)} if view else {},
+            count_ns=False,
+        )
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -89,26 +93,39 @@ def check_conv1d(rank, world_size):
     """Three dims, but a convolution: rows are its output channels."""
     names = [n for n, _ in Net(block=Conv1d).named_parameters()]
     check_parity(
-        rank, world_size, make_model=lambda: Net(block=Conv1d), count_ns=False,
+        rank,
+        world_size,
+        make_model=lambda: Net(block=Conv1d),
+        count_ns=False,
         oracle={"views": dict.fromkeys(names, "flatten")},
-    )  # fmt: skip
+    )
 
 
 # Routes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_dedicated_parameter_on_the_adamw_route(world_size):
-    run_ranks(check_adamw_route, world_size)
+def test_the_routes_of_adamw(world_size):
+    run_ranks(check_adamw_routes, world_size)
 
 
-def check_adamw_route(rank, world_size):
-    """Owned and published like the others, but trained by AdamW: the oracle gives it to AdamW."""
-    to_adamw = {"overrides": [{"name": "blocks.1", "set": {"route": "adamw"}}]}
-    check_parity(
-        rank, world_size, make_model=Net, dedicate={"param_policy": to_adamw},
-        muon_names=lambda n, p: in_blocks(n, p) and "blocks.1" not in n,
-    )  # fmt: skip
+def check_adamw_routes(rank, world_size):
+    """Trained by AdamW either way: sharded by FSDP2, or on its owner, or refused by name."""
+    for route in ("sharded_adamw", "adamw"):
+        try:
+            check_parity(
+                rank, world_size, dedicate={"param_policy": policy(route)}, muon_names=first_block
+            )
+        except ValueError as error:
+            assert route == "adamw" and "blocks.1" in str(error) and "'adamw'" in str(error)
+
+
+def policy(route):
+    return {"overrides": [{"name": "blocks.1", "set": {"route": route}}]}
+
+
+def first_block(name, param):
+    return in_blocks(name, param) and "blocks.0" in name
 
 
 # Tied ------------------------------------------------------------------------------------------
@@ -217,7 +234,7 @@ def test_forward_runs_in_the_dtype_of_the_policy(world_size):
 
 
 class NotesDtype(Bare):
-    seen = set()
+    seen: ClassVar[set] = set()
 
     def forward(self, x):
         NotesDtype.seen |= {self.up.weight.dtype, self.down.weight.dtype, x.dtype}

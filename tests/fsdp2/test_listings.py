@@ -55,15 +55,13 @@ def check_custom_loop(rank, world_size):
     losses = []
 
     import dmuon
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (world_size,))
     model = MyModel()
 
-    dmuon.dedicate_params(
-        model, mesh, predicate=lambda n, p: p.ndim == 2 and "proj" in n
-    )
+    dmuon.dedicate_params(model, mesh, predicate=lambda n, p: p.ndim == 2 and "proj" in n)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -96,8 +94,9 @@ def test_manual_overrides_and_accumulation(world_size):
 
 
 def check_manual_overrides(rank, world_size):
-    import dmuon
     from contextlib import nullcontext
+
+    import dmuon
 
     dataloader, accum_steps, losses = batches(rank, 16), 4, []
     model, optimizer = wrapped(dmuon, world_size)
@@ -146,7 +145,8 @@ def check_named_slice(rank, world_size):
     model = MyModel()
 
     dmuon.dedicate_params(
-        model, mesh["dp"],
+        model,
+        mesh["dp"],
         predicate=lambda n, p: p.ndim == 2 and "proj" in n,
     )
     for layer in model.layers:
@@ -155,7 +155,7 @@ def check_named_slice(rank, world_size):
 
     optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)
 
-    for step, batch in enumerate(batches(rank)):
+    for batch in batches(rank):
         optimizer.zero_grad()
         loss = model(batch).loss
         loss.backward()

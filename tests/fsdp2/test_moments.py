@@ -1,9 +1,9 @@
 """Evaluation, zero_grad, freezing, unused parameters: legal at any moment of a step."""
 
+import dmuon
 import pytest
 import torch
 
-import dmuon
 from tests.support.models import Bare, Net, shard
 from tests.support.parity import assert_same, check_parity, full_weights, setup
 from tests.support.ranks import run_ranks
@@ -20,10 +20,14 @@ def test_evaluation_at_any_moment(world_size, reshard):
 def check_evaluation(rank, world_size, reshard):
     """Blocks of matrices only: FSDP2 alone keeps stale weights without resharding."""
     check_parity(
-        rank, world_size, evaluate_everywhere, make_model=lambda: Net(block=Bare),
+        rank,
+        world_size,
+        evaluate_everywhere,
+        make_model=lambda: Net(block=Bare),
         dedicate={"reshard_after_forward": reshard},
-        wrap=lambda m, mesh: shard(m, mesh, reshard_after_forward=True), transient=reshard,
-    )  # fmt: skip
+        wrap=lambda m, mesh: shard(m, mesh, reshard_after_forward=True),
+        transient=reshard,
+    )
 
 
 def evaluate_everywhere(run):

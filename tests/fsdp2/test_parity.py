@@ -2,10 +2,10 @@
 
 from functools import partial
 
+import dmuon
 import pytest
 import torch
 
-import dmuon
 from tests.support.models import Bare, Net, shard
 from tests.support.parity import assert_same, check_parity, full_weights, setup, three_steps
 from tests.support.ranks import run_ranks
@@ -34,10 +34,14 @@ def test_twenty_steps_in_both_residencies(world_size, reshard):
 
 def check_twenty_steps(rank, world_size, reshard):
     check_parity(
-        rank, world_size, twenty_steps, wrap=partial(shard, reshard_after_forward=reshard),
-        dedicate={"reshard_after_forward": reshard}, muon={"weight_decay": 0.1, "lr": 0.01},
+        rank,
+        world_size,
+        twenty_steps,
+        wrap=partial(shard, reshard_after_forward=reshard),
+        dedicate={"reshard_after_forward": reshard},
+        muon={"weight_decay": 0.1, "lr": 0.01},
         transient=reshard,
-    )  # fmt: skip
+    )
 
 
 def twenty_steps(run):
@@ -54,9 +58,15 @@ def check_keywords(rank, world_size):
     for muon in (
         {"nesterov": False, "momentum": 0.5, "adjust_lr": "original"},
         {"ns_steps": 7, "adjust_lr": "spectral_unclamped", "ns_backend": "direct"},
-        {"adamw_lr": 1e-2, "adamw_betas": (0.8, 0.95), "adamw_weight_decay": 0.3,
-         "adamw_eps": 1e-6, "momentum": 0.0, "weight_decay": 0.5},
-    ):  # fmt: skip
+        {
+            "adamw_lr": 1e-2,
+            "adamw_betas": (0.8, 0.95),
+            "adamw_weight_decay": 0.3,
+            "adamw_eps": 1e-6,
+            "momentum": 0.0,
+            "weight_decay": 0.5,
+        },
+    ):
         check_parity(rank, world_size, muon=muon)
 
 

@@ -2,12 +2,19 @@
 
 import io
 
+import dmuon
 import pytest
 import torch
 
-import dmuon
 from tests.support.models import Net
-from tests.support.parity import assert_same, clean_name, full_weights, owned_weights, setup, three_steps
+from tests.support.parity import (
+    assert_same,
+    clean_name,
+    full_weights,
+    owned_weights,
+    setup,
+    three_steps,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -48,7 +55,7 @@ def assert_unreadable(value, p):
         lambda: torch.empty(value.shape).copy_(value),
         lambda: torch.save(value, io.BytesIO()),
     ):
-        with pytest.raises(RuntimeError, match="dmuon.get_model_state_dict") as info:
+        with pytest.raises(RuntimeError, match=r"dmuon\.get_model_state_dict") as info:
             read()
         assert f"rank {p.owner_rank}" in str(info.value), info.value
         assert p.fqn in str(info.value), info.value

@@ -1,7 +1,8 @@
-"""However fully_shard is reached, dedicated parameters stay dmuon's; its public setters reach them."""
+"""However fully_shard is reached, it leaves dedicated parameters alone; its setters reach them."""
 
 import functools
 
+import dmuon
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.fsdp import fully_shard as another_name
 from torch.distributed.tensor import DTensor
 
-import dmuon
 from tests.support.models import Bare, Net, in_blocks, shard
 from tests.support.parity import check_parity, clean_name, cpu_mesh, setup, three_steps, total
 from tests.support.ranks import run_fresh, run_ranks
@@ -156,7 +156,7 @@ def check_patch(rank, world_size):
         assert not fully_shard.__wrapped__.__kwdefaults__["ignored_params"]
         check_parity(rank, world_size, two_steps, wrap=with_the_explicit_set)
         run = setup(world_size)
-        with pytest.raises(ValueError, match="blocks.0"):
+        with pytest.raises(ValueError, match=r"blocks\.0"):
             run.train(0)
     finally:
         dmuon.install_patch()
@@ -325,9 +325,12 @@ def test_registered_forward_methods(world_size):
 
 def check_forward_methods(rank, world_size):
     check_parity(
-        rank, world_size, by_methods, make_model=lambda: Generates(block=WithMethod),
+        rank,
+        world_size,
+        by_methods,
+        make_model=lambda: Generates(block=WithMethod),
         wrap=shard_with_methods,
-    )  # fmt: skip
+    )
 
 
 def shard_with_methods(model, mesh):

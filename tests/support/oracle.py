@@ -75,22 +75,47 @@ class Oracle(torch.optim.Optimizer):
     """Muon for the parameters named in `muon`, AdamW for the rest, with dmuon.Muon's keywords."""
 
     def __init__(
-        self, model, muon, lr=0.02, momentum=0.95, weight_decay=0.0, ns_steps=5, adamw_lr=1e-3,
-        adamw_betas=(0.9, 0.999), adamw_weight_decay=0.01, adamw_eps=1e-8, nesterov=True,
-        adjust_lr="match_rms_adamw", coefficients=POLAR_EXPRESS, views=None,
-    ):  # fmt: skip
+        self,
+        model,
+        muon,
+        lr=0.02,
+        momentum=0.95,
+        weight_decay=0.0,
+        ns_steps=5,
+        adamw_lr=1e-3,
+        adamw_betas=(0.9, 0.999),
+        adamw_weight_decay=0.01,
+        adamw_eps=1e-8,
+        nesterov=True,
+        adjust_lr="match_rms_adamw",
+        coefficients=POLAR_EXPRESS,
+        views=None,
+    ):
         named = dict(model.named_parameters())
         views = views or {}
-        self.views = {named[n]: views.get(n, "flatten" if p.ndim == 4 else "batch")
-                      for n, p in named.items()}  # fmt: skip
+        self.views = {
+            named[n]: views.get(n, "flatten" if p.ndim == 4 else "batch") for n, p in named.items()
+        }
         self.ns_steps, self.adjust_lr, self.coefficients = ns_steps, adjust_lr, coefficients
         self.ns_calls = 0
         groups = [
-            dict(params=[p for n, p in named.items() if n in muon], kind="muon", lr=lr,
-                 momentum=momentum, weight_decay=weight_decay, nesterov=nesterov),
-            dict(params=[p for n, p in named.items() if n not in muon], kind="adamw", lr=adamw_lr,
-                 betas=adamw_betas, weight_decay=adamw_weight_decay, eps=adamw_eps),
-        ]  # fmt: skip
+            dict(
+                params=[p for n, p in named.items() if n in muon],
+                kind="muon",
+                lr=lr,
+                momentum=momentum,
+                weight_decay=weight_decay,
+                nesterov=nesterov,
+            ),
+            dict(
+                params=[p for n, p in named.items() if n not in muon],
+                kind="adamw",
+                lr=adamw_lr,
+                betas=adamw_betas,
+                weight_decay=adamw_weight_decay,
+                eps=adamw_eps,
+            ),
+        ]
         super().__init__([g for g in groups if g["params"]], {"lr": lr})
 
     @torch.no_grad()
@@ -114,16 +139,16 @@ class Oracle(torch.optim.Optimizer):
         update = p.grad + mu * buf if group["nesterov"] else buf
         self.ns_calls += 1
         p.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        for w, u in zip(as_matrices(p, self.views[p]), as_matrices(update, self.views[p]),
-                        strict=True):  # fmt: skip
+        for w, u in zip(
+            as_matrices(p, self.views[p]), as_matrices(update, self.views[p]), strict=True
+        ):
             lr = adjusted_lr(float(group["lr"]), *w.shape, self.adjust_lr)
             w.sub_(lr * newton_schulz(u, self.ns_steps, self.coefficients))
 
     def _adamw(self, p, group):
         state = self.state[p]
         if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(p),
-                         exp_avg_sq=torch.zeros_like(p))  # fmt: skip
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         (b1, b2), lr = group["betas"], float(group["lr"])
         state["step"] += 1
         state["exp_avg"].lerp_(p.grad, 1 - b1)

@@ -9,13 +9,13 @@ import contextlib
 import copy
 from dataclasses import dataclass, field
 
+import dmuon
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import dmuon
 from tests.support.models import INPUTS, OUTPUTS, Net, in_blocks, shard
 from tests.support.oracle import Oracle, assert_weights_close, relative_error
 
@@ -77,9 +77,21 @@ def three_steps(run):
 
 
 def check_parity(
-    rank, world_size, script=three_steps, *, make_model=Net, predicate=in_blocks, wrap=shard,
-    dedicate=None, muon=None, oracle=None, prepare=None, muon_names=None, count_ns=True, transient=True,
-):  # fmt: skip
+    rank,
+    world_size,
+    script=three_steps,
+    *,
+    make_model=Net,
+    predicate=in_blocks,
+    wrap=shard,
+    dedicate=None,
+    muon=None,
+    oracle=None,
+    prepare=None,
+    muon_names=None,
+    count_ns=True,
+    transient=True,
+):
     """Runs `script` under dmuon and under the oracle; returns the dmuon run after comparing.
 
     `dedicate` and `muon` are keywords of dmuon's calls; those of `muon` that the oracle knows too
@@ -94,9 +106,7 @@ def check_parity(
     mesh = cpu_mesh(world_size)
     dmuon.dedicate_params(model, mesh, predicate=predicate, **dedicate)
     wrap(model, mesh)
-    run = Run(
-        model, dmuon.Muon(model, **copy.deepcopy(muon)), [rank], world_size, managed=True
-    )  # fmt: skip
+    run = Run(model, dmuon.Muon(model, **copy.deepcopy(muon)), [rank], world_size, managed=True)
     objects = dedicated_objects(model)
     _run(run, script, prepare)
     assert dedicated_objects(model) == objects, "a dedicated Parameter was replaced"
@@ -170,8 +180,10 @@ def total(values):
 
 def owned_weights(model):
     """Every dedicated weight by name, collected from its owner; the same on all ranks."""
-    mine = {p.fqn: p._owned_data.detach().clone()
-            for p in dmuon.get_owned_params(model, dist.get_rank())}  # fmt: skip
+    mine = {
+        p.fqn: p._owned_data.detach().clone()
+        for p in dmuon.get_owned_params(model, dist.get_rank())
+    }
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     names = [name for part in parts for name in part]

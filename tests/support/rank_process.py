@@ -20,7 +20,10 @@ def serve(rank, world_size, folder, pipe):
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=60),
     )
     gc.collect()

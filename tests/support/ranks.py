@@ -64,15 +64,24 @@ def run_fresh(script, world_size, limit_s=90.0):
 
 
 def _run_scripts(path, world_size, deadline):
-    shared = os.environ | ENVIRONMENT | {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    shared = (
+        os.environ
+        | ENVIRONMENT
+        | {
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+    )
     processes = [
-        subprocess.Popen([sys.executable, str(path)], env=shared | {"RANK": str(rank)}, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env=shared | {"RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         for rank in range(world_size)
     ]
     try:
@@ -89,7 +98,8 @@ def _output(rank, process, deadline):
     except subprocess.TimeoutExpired:
         raise RankFailure(f"rank {rank} of the script did not end in time", rank) from None
     if process.returncode != 0:
-        raise RankFailure(f"rank {rank} of the script ended with {process.returncode}:\n{err}", rank)
+        text = f"rank {rank} of the script ended with {process.returncode}:\n{err}"
+        raise RankFailure(text, rank)
     return out
 
 
