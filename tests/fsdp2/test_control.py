@@ -58,11 +58,12 @@ def edited(run):
     for step in range(3):
         for rank in run.ranks:
             run.loss(step, rank).backward()
+        elsewhere = set()
         if run.managed:
             dmuon.wait_all_reduces(run.model)
+            elsewhere = {p.fqn for p in dmuon.get_dedicated_params(run.model) if not p.is_owner}
         with torch.no_grad():
-            for p in run.model.parameters():
-                if run.managed and p.grad.untyped_storage().nbytes() <= 16 < p.numel():
-                    continue  # not the owner's
-                p.grad.mul_(0.5 if step else 3.0)
+            for name, p in run.model.named_parameters():
+                if name not in elsewhere:
+                    p.grad.mul_(0.5 if step else 3.0)
         run.step()

@@ -1,6 +1,8 @@
 """The figures a user pays for: NS calls, bytes on the wire, memory. All exact, none timed."""
 
+import gc
 import json
+import weakref
 
 import dmuon
 import pytest
@@ -202,4 +204,9 @@ def check_mapping(rank, world_size):
     chosen = {n for n, p in model.named_parameters() if in_blocks(n, p)}
     owners = dmuon.dedicate_params(model, cpu_mesh(world_size), predicate=in_blocks)
     assert set(owners) == chosen
-    assert {int(r) for r in owners.values()} <= set(range(world_size))
+    assert set(owners.values()) <= set(range(world_size))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None, "the mapping holds the model"
+    assert set(owners) == chosen

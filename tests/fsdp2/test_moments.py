@@ -1,5 +1,7 @@
 """Evaluation, zero_grad, freezing, unused parameters: legal at any moment of a step."""
 
+import warnings
+
 import dmuon
 import pytest
 import torch
@@ -166,6 +168,22 @@ def check_idle_steps(rank, world_size):
     run.optimizer.step()
     assert_same(full_weights(run.model), after)
     assert dmuon.report(run.model)["ns_calls_last_step"] == 0
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_first_step_that_never_saw_a_gradient_warns_once(world_size):
+    run_ranks(check_warns_once, world_size)
+
+
+def check_warns_once(rank, world_size):
+    run = setup(world_size)
+    with pytest.warns(UserWarning, match="gradient"):
+        run.optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.optimizer.step()
+        run.train(0)
+        run.optimizer.step()
 
 
 @pytest.mark.parametrize("world_size", [2])

@@ -98,7 +98,8 @@ def test_more_units_than_owners_and_one_matrix_that_outweighs_the_rest(world_siz
 def check_many_units(rank, world_size):
     run = check_parity(rank, world_size, make_model=seven_blocks)
     assert len({p.owner_rank for p in dmuon.get_dedicated_params(run.model)}) == world_size
-    check_parity(rank, world_size, make_model=one_giant)
+    run = check_parity(rank, world_size, make_model=one_giant)
+    assert dmuon.report(run.model)["load_max_over_mean"] > 1.2, "the imbalance is told"
 
 
 def seven_blocks():
