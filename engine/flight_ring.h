@@ -1,6 +1,8 @@
 // The last operations of this process: what was on the wire, and what had finished, when it failed.
 #pragma once
+#include <chrono>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -8,6 +10,7 @@
 namespace dmuon {
 
 enum class Op : uint8_t { broadcast, exchange, all_reduce, all_gather };
+const char* to_string(Op op);
 enum class OpState : uint8_t { issued, done, failed };
 
 struct FlightRecord {
@@ -15,18 +18,21 @@ struct FlightRecord {
   int64_t step = 0;
   Op op{};
   OpState state{};
-  std::string unit;       // or what else it was for: "agreement", "setup"
-  int32_t root = -1;      // broadcast only
-  int64_t sent_bytes = 0;  // this rank's share; summed over ranks it is the traffic of the operation
-  double start_us = 0;     // since construction
+  std::string unit;   // or what else it was for: "agreement", "setup"
+  int32_t root = -1;  // broadcast only
+  int64_t sent_bytes =
+      0;                // this rank's share; summed over ranks it is the traffic of the operation
+  double start_us = 0;  // since construction
   double duration_us = 0;
 };
 
-// Thread-safe. Holds the last `capacity` records; totals cover everything ever recorded.
+// Thread-safe. Holds the last `capacity` records; totals cover everything ever recorded, and cost
+// one number per unit. Memory is fixed once every unit has been seen.
 class FlightRing {
  public:
   explicit FlightRing(size_t capacity = 2048);
 
+  // The sequence number, for end(). Ending a record that has left the ring does nothing.
   int64_t begin(Op op, std::string unit, int32_t root, int64_t sent_bytes);
   void end(int64_t sequence, OpState state);
   void set_step(int64_t step);
@@ -37,9 +43,13 @@ class FlightRing {
   std::string dump() const;  // one line per record, for people
 
  private:
+  double now_us() const;
+
+  const std::chrono::steady_clock::time_point born_ = std::chrono::steady_clock::now();
   mutable std::mutex mutex_;
   std::vector<FlightRecord> ring_;
-  size_t capacity_;
+  const size_t capacity_;
+  std::map<std::string, int64_t> sent_by_unit_;
   int64_t next_ = 0;
   int64_t step_ = 0;
 };

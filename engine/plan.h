@@ -16,10 +16,10 @@ enum class Route { muon, adamw };
 
 // One dedicated parameter as the planner sees it.
 struct Matrix {
-  std::string name;    // fully qualified; the smallest of them where a weight is tied
-  std::string unit;    // name of its hook boundary; matrices of one unit move together
-  std::string layer;   // the repeated block it belongs to, "" for none (see layer_of)
-  int64_t batch = 1;   // Newton-Schulz sees `batch` matrices of rows x cols
+  std::string name;   // fully qualified; the smallest of them where a weight is tied
+  std::string unit;   // name of its hook boundary; matrices of one unit move together
+  std::string layer;  // the repeated block it belongs to, "" for none (see layer_of)
+  int64_t batch = 1;  // Newton-Schulz sees `batch` matrices of rows x cols
   int64_t rows = 0;
   int64_t cols = 0;
   int64_t state_bytes = 0;  // what its owner holds: weight, fp32 master where it differs, momentum
@@ -47,11 +47,13 @@ struct PlanPolicy {
   int64_t memory_limit_bytes = 0;    // of owner state on one rank; 0: no limit
   bool pack = true;                  // one transfer per (unit, owner); false: one per matrix
   int ns_steps = 5;
-  bool symmetric_products = false;   // what our kernels exploit: sets the cost model's constants
+  bool symmetric_products = false;  // what our kernels exploit: sets the cost model's constants
+  bool direct = false;              // ns_backend="direct": the direct iteration, not gram
 };
 
 // Floating-point operations of one Newton-Schulz of this matrix with our kernels, one multiply-add
-// counting as two. The source of the formula stands in cost.cpp.
+// counting as two; on the adamw route, the operations that fit into the time of its AdamW step. The
+// source of the formulas stands in cost.cpp.
 double newton_schulz_cost(const Matrix& matrix, const PlanPolicy& policy);
 
 // The unit's matrices of one owner: adjacent in the unit's buffers.
@@ -66,9 +68,9 @@ struct Unit {
 };
 
 struct PlanReport {
-  double max_load = 0;   // FLOPs of the costliest owner
-  double mean_load = 0;  // over all slots
-  double w_star = 0;     // total / largest cost: ranks beyond this many cannot help
+  double max_load = 0;     // FLOPs of the costliest owner
+  double mean_load = 0;    // over all slots
+  double w_star = 0;       // total / largest cost: ranks beyond this many cannot help
   double lower_bound = 0;  // no assignment has a smaller max_load
   int64_t max_state_bytes = 0;
   int64_t state_bytes_bound = 0;  // the proven bound on max_state_bytes, or the limit where given
@@ -86,8 +88,8 @@ struct OwnershipPlan {
 
   // Index into `matrices`, or -1.
   int32_t find(std::string_view name) const;
-  std::vector<double> loads() const;           // FLOPs per slot
-  std::vector<int64_t> state_bytes() const;    // per slot
+  std::vector<double> loads() const;         // FLOPs per slot
+  std::vector<int64_t> state_bytes() const;  // per slot
 };
 
 // Throws ConfigError: a name twice, a dimension below 0, an empty list, a mesh axis below 1, a

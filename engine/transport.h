@@ -4,7 +4,8 @@
 // Collective: every rank of the group makes the same calls in the same order, each from one thread
 // at a time. On the host a call returns when its tensors may be used; on an accelerator it enqueues
 // on the current stream. Ranks are group ranks. Tensors are dense, contiguous, on one device.
-// A failure throws RuntimeFailure; after it the transport is closed: every later call throws it too.
+// A failure throws RuntimeFailure; after it the transport is closed: every later call throws it
+// too.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -54,5 +55,7 @@ class Transport {
 // Over c10d: gloo, NCCL, or whatever the group has. `ring` may be null and outlives the transport.
 // With size 1 nothing is communicated.
 std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring);
+std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                               FlightRing* ring);
 
 }  // namespace dmuon

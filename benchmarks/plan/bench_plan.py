@@ -1,0 +1,75 @@
+"""Planning time against a heap-based LPT in Python, and the balance of real model shapes.
+
+Usage: python benchmarks/plan/bench_plan.py build/benchmarks/dmuon_plan_bench
+
+The baseline assigns owners and nothing else; dmuon's time covers the whole plan: sorting by name,
+checks, costs, assignment, local search, units, report and digest. Both are CPU times of one thread,
+the best of several runs, interleaved.
+"""
+
+import heapq
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RANKS = 10_000
+REPEATS = 3
+
+
+def heap_lpt(names: list[str], costs: list[int], ranks: int) -> dict[str, int]:
+    """Owner of each name: costliest first, to the least loaded rank."""
+    heap = [(0, rank) for rank in range(ranks)]
+    owners = {}
+    for cost, name in sorted(zip(costs, names), key=lambda item: (-item[0], item[1])):
+        load, rank = heap[0]
+        owners[name] = rank
+        heapq.heapreplace(heap, (load + cost, rank))
+    return owners
+
+
+def python_ms(names: list[str], costs: list[int]) -> float:
+    start = time.process_time()
+    owners = heap_lpt(names, costs, RANKS)
+    elapsed = time.process_time() - start
+    assert len(owners) == len(names)
+    return 1e3 * elapsed
+
+
+def measure(program: str) -> tuple[float, list[dict]]:
+    baseline_ms, rows = float("inf"), []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "names.tsv"
+        for _ in range(REPEATS):
+            out = subprocess.run([program, path], check=True, capture_output=True, text=True)
+            new = [json.loads(line) for line in out.stdout.splitlines()]
+            rows = [min(pair, key=lambda row: row["cpu_ms"]) for pair in zip(rows or new, new)]
+            pairs = [line.split("\t") for line in path.read_text().splitlines()]
+            names, costs = [name for name, _ in pairs], [int(cost) for _, cost in pairs]
+            baseline_ms = min(baseline_ms, python_ms(names, costs))
+    return baseline_ms, rows
+
+
+def main() -> None:
+    baseline_ms, rows = measure(sys.argv[1])
+    print("| list | matrices | ranks | plan, CPU ms | heap LPT in Python, ms | ratio |")
+    print("|---|---|---|---|---|---|")
+    row = rows[0]
+    print(
+        f"| {row['list']} | {row['matrices']} | {row['ranks']} | {row['cpu_ms']:.1f} "
+        f"| {baseline_ms:.1f} | {baseline_ms / row['cpu_ms']:.1f} |"
+    )
+    print("\n| list | matrices | ranks | CPU ms | max/mean | makespan/bound | plain LPT/bound |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row['list']} | {row['matrices']} | {row['ranks']} | {row['cpu_ms']:.2f} "
+            f"| {row['max_over_mean']:.3f} | {row['makespan_over_bound']:.4f} "
+            f"| {row['lpt_over_bound']:.4f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+// The backward half of Engine: which gradients have come, and when they leave.
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "engine/engine.h"
+#include "engine/error.h"
+
+namespace dmuon {
+
+// Called before autograd uses the gradient of an output of the boundary, once for each call of it.
+void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
+  begin_pass();
+  release_finished(boundary);
+  const auto& used = config_.boundaries[boundary];
+  for (size_t i = 0; i < used.size(); ++i) {
+    auto& unit = units_[used[i]];
+    if (unit.epoch != epochs[i]) {
+      throw ConfigError(message("backward through unit '", unit.store.name(),
+                                "' after optimizer.step() has changed its weights: its forward ran "
+                                "before that step. Run the forward again."));
+    }
+    advance(unit, UnitCall::pre_backward);
+    arm(unit);
+    materialise(unit);
+  }
+}
+
+// A pass begins at the first hook that runs inside it. That is in the outermost graph task: the
+// recomputation of a checkpointed segment runs in the task around it. So the callback queued here
+// is the one that ends the whole pass.
+void Engine::begin_pass() {
+  if (in_pass_) return;
+  in_pass_ = true;
+  pass_next_ = 0;
+  pass_order_.clear();
+  for (const int u : config_.reduce_order) {
+    if (trainable(units_[u]) && config_.adapter->synchronize(u)) pass_order_.push_back(u);
+  }
+  at_end_of_backward([weak = weak_from_this()] {
+    if (auto engine = weak.lock()) engine->end_pass();
+  });
+}
+
+// Puts earlier gradients aside: what this pass accumulates must be told apart from what has been
+// reduced already. A gradient that the user has cleared or replaced is taken as it is.
+void Engine::arm(UnitRuntime& unit) {
+  if (unit.armed) return;
+  unit.armed = true;
+  unit.pending = 0;
+  for (auto& slot : unit.store.slots()) {
+    slot.fired = false;
+    unit.pending += slot.parameter.requires_grad();
+    const at::Tensor current = std::exchange(slot.parameter.mutable_grad(), at::Tensor());
+    if (current.defined() && current.is_same(slot.shown_grad)) continue;
+    slot.reduced = at::Tensor();
+    slot.local = current;
+  }
+}
+
+// A parameter's gradient is complete for this pass. Two segments of reentrant checkpointing that
+// share a parameter bring it twice.
+void Engine::accumulated(int u, int s) {
+  auto& unit = units_[u];
+  if (!in_pass_) begin_pass();
+  if (!unit.armed) arm_late(unit, s);
+  auto& slot = unit.store.slots()[s];
+  if (unit.issued) unit.refired = true;
+  if (std::exchange(slot.fired, true)) return;
+  if (--unit.pending == 0) issue_ready();
+}
+
+// A unit is released when the pass has moved on to another one: an operation that uses a weight
+// without asking for its gradient may still have come after the last gradient.
+void Engine::release_finished(int boundary) {
+  const auto& used = config_.boundaries[boundary];
+  for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
+    auto& unit = units_[u];
+    const bool finished = unit.armed && unit.pending == 0 && unit.depth == 0;
+    if (!unit.store.shown() || !finished) continue;
+    if (std::find(used.begin(), used.end(), u) == used.end()) release(unit);
+  }
+}
+
+// In the agreed order: a unit that is complete early waits for those before it.
+void Engine::issue_ready() {
+  for (; pass_next_ < pass_order_.size(); ++pass_next_) {
+    auto& unit = units_[pass_order_[pass_next_]];
+    if (!unit.armed || unit.pending > 0) return;
+    issue(unit);
+  }
+}
+
+void Engine::issue(UnitRuntime& unit) {
+  const int u = static_cast<int>(&unit - units_.data());
+  arm(unit);
+  collect(unit);
+  std::vector<at::Tensor> gradients;
+  for (auto& slot : unit.store.slots()) {
+    keep_local(slot);
+    gradients.push_back(std::exchange(slot.local, at::Tensor()));
+  }
+  advance(unit, UnitCall::reduce);
+  unit.issued = true;
+  unit.refired = false;
+  ++counters_.reductions;
+  note(2 * u + 1);
+  unit.reduction =
+      std::make_unique<Reduction>(unit.store, std::move(gradients), config_.adapter->reduce_dtype(u),
+                                  config_.adapter->divisor(u));
+  unit.reduced = channels_.reduce_lane->submit(
+      [this, reduction = unit.reduction.get()] { reduction->run(*channels_.reduce); });
+}
+
+// Adds what this pass has brought to what earlier ones have left, in float32.
+void Engine::keep_local(Slot& slot) {
+  const at::Tensor fresh = std::exchange(slot.parameter.mutable_grad(), at::Tensor());
+  if (!fresh.defined()) return;
+  if (!slot.local.defined()) {
+    slot.local = fresh;
+    return;
+  }
+  if (slot.local.scalar_type() != at::kFloat) slot.local = slot.local.to(at::kFloat);
+  slot.local.add_(fresh);
+}
+
+// The reduction in flight, if any, is added to what earlier passes have brought to the owner.
+void Engine::collect(UnitRuntime& unit) {
+  if (!unit.reduction) return;
+  unit.reduced.wait();
+  auto& slots = unit.store.slots();
+  for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
+    const at::Tensor result = unit.reduction->result(s);
+    if (!result.defined()) continue;
+    if (slots[s].reduced.defined()) slots[s].reduced.add_(result);
+    else slots[s].reduced = result;
+  }
+  unit.reduction.reset();
+}
+
+void Engine::hand_out(UnitRuntime& unit) {
+  for (auto& slot : unit.store.slots()) {
+    if (unit.refired || !unit.issued) keep_local(slot);
+    slot.shown_grad = slot.reduced.defined() ? slot.reduced : slot.local;
+    slot.parameter.mutable_grad() = slot.shown_grad;
+  }
+  unit.armed = unit.issued = unit.refired = false;
+}
+
+// The same collectives on every rank, whatever part of the model this rank has used.
+void Engine::end_pass() {
+  for (; pass_next_ < pass_order_.size(); ++pass_next_) issue(units_[pass_order_[pass_next_]]);
+  for (const int u : pass_order_) {
+    if (units_[u].refired) issue(units_[u]);
+  }
+  for (auto& unit : units_) {
+    if (unit.armed && !unit.issued) advance(unit, UnitCall::reduce);
+    if (unit.depth == 0) release(unit);
+  }
+  in_pass_ = false;
+  wait_reductions();
+}
+
+void Engine::wait_reductions() {
+  if (in_pass_) return;
+  const auto start = std::chrono::steady_clock::now();
+  for (auto& unit : units_) {
+    collect(unit);
+    if (unit.armed) hand_out(unit);
+  }
+  counters_.reduce_wait_us += std::chrono::duration_cast<std::chrono::microseconds>(
+                                  std::chrono::steady_clock::now() - start)
+                                  .count();
+}
+
+// The first gradient of a unit none of whose outputs could be hooked. If autograd has added it in
+// place to the gradient of an earlier pass, the two cannot be told apart any more.
+void Engine::arm_late(UnitRuntime& unit, int s) {
+  auto& slot = unit.store.slots()[s];
+  const at::Tensor fresh = slot.parameter.mutable_grad();
+  if (fresh.is_same(slot.shown_grad)) {
+    throw ConfigError(message(
+        "unit '", unit.store.name(), "': no tensor was found in the output of its forward, so a "
+        "second backward before zero_grad() cannot be kept apart from the first. Return the tensors "
+        "in a tuple, list, dict or dataclass, or call zero_grad() between the two."));
+  }
+  slot.parameter.mutable_grad() = at::Tensor();
+  arm(unit);
+  slot.parameter.mutable_grad() = fresh;
+}
+
+// Gradients of other ranks may be lost to an exception; what has been accumulated here stays.
+void Engine::reset() {
+  in_pass_ = false;
+  for (auto& unit : units_) {
+    collect(unit);
+    if (unit.armed) hand_out(unit);
+    unit.depth = 0;
+    release(unit);
+    advance(unit, UnitCall::reset);
+  }
+}
+
+}  // namespace dmuon

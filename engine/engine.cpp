@@ -1,0 +1,196 @@
+#include "engine/engine.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "engine/error.h"
+
+namespace dmuon {
+namespace {
+
+// Names in brackets are not units: "(setup)", "(agreement)", "(norm)".
+int64_t unit_bytes(const FlightRing* ring) {
+  return ring ? ring->total_sent_bytes() - ring->total_sent_bytes("(") : 0;
+}
+
+}  // namespace
+
+Engine::Engine(EngineConfig config, Channels channels)
+    : config_(std::move(config)), channels_(std::move(channels)), places_(plan().matrices.size()) {
+  for (int u = 0; u < static_cast<int>(plan().units.size()); ++u) {
+    units_.emplace_back(UnitStore(plan(), u, rank()));
+    const auto& slots = units_[u].store.slots();
+    for (int s = 0; s < static_cast<int>(slots.size()); ++s) places_[slots[s].matrix] = {u, s};
+  }
+}
+
+// The lanes must stop before the units they work on go away.
+Engine::~Engine() {
+  channels_.materialise_lane.reset();
+  channels_.reduce_lane.reset();
+  channels_.publish_lane.reset();
+}
+
+Slot& Engine::slot(int matrix) {
+  const Place place = places_[matrix];
+  return units_[place.unit].store.slots()[place.slot];
+}
+
+void Engine::adopt(int matrix, const at::Tensor& parameter) {
+  auto& unit = units_[places_[matrix].unit];
+  slot(matrix).hook.reset();
+  unit.store.adopt(places_[matrix].slot, parameter);
+}
+
+void Engine::set_value(int matrix, const at::Tensor& value) {
+  auto& unit = units_[places_[matrix].unit];
+  unit.published.wait();
+  unit.store.set_value(places_[matrix].slot, value);
+  release(unit);
+}
+
+void Engine::advance(UnitRuntime& unit, UnitCall call) {
+  unit.state = next_state(unit.state, call, unit.store.name());
+}
+
+void Engine::note(int64_t event) {
+  sequence_ = static_cast<int64_t>(static_cast<uint64_t>(sequence_) * 0x9e3779b97f4a7c15 + event + 1);
+}
+
+int64_t Engine::take_sequence_hash() { return std::exchange(sequence_, 0); }
+
+bool Engine::trainable(const UnitRuntime& unit) const {
+  const auto& slots = unit.store.slots();
+  return std::any_of(slots.begin(), slots.end(),
+                     [](const Slot& slot) { return slot.parameter.requires_grad(); });
+}
+
+void Engine::enter(int boundary) {
+  const bool recomputing = graph_task_id() >= 0;
+  if (in_pass_ && !recomputing) reset();  // a backward pass ended with an exception
+  if (recomputing) begin_pass();
+  for (const int u : config_.boundaries[boundary]) {
+    auto& unit = units_[u];
+    advance(unit, UnitCall::enter);
+    ++unit.depth;
+    unit.store.verify(plan());
+    if (!unit.armed) forget_cleared(unit);
+    materialise(unit);
+    watch(unit);
+  }
+}
+
+// After zero_grad nobody else holds the old gradients.
+void Engine::forget_cleared(UnitRuntime& unit) {
+  for (auto& slot : unit.store.slots()) {
+    if (!slot.parameter.grad().defined()) slot.reduced = slot.local = slot.shown_grad = at::Tensor();
+  }
+}
+
+void Engine::leave(int boundary, const std::vector<at::Tensor>& outputs) {
+  const auto& used = config_.boundaries[boundary];
+  int hooked = 0;
+  if (!outputs.empty() && c10::GradMode::is_enabled()) {
+    std::vector<int64_t> epochs;
+    for (const int u : used) epochs.push_back(units_[u].epoch);
+    hooked = before_backward(outputs, [weak = weak_from_this(), boundary, epochs] {
+      if (auto engine = weak.lock()) engine->pre_backward(boundary, epochs);
+    });
+  }
+  const bool in_backward = graph_task_id() >= 0;
+  for (const int u : used) {
+    auto& unit = units_[u];
+    advance(unit, UnitCall::leave);
+    unit.depth = std::max(0, unit.depth - 1);
+    unit.keep = !hooked && c10::GradMode::is_enabled() && trainable(unit);
+    const bool resident = config_.adapter->residency(u) == Residency::resident_after_forward;
+    if (unit.depth == 0 && !in_backward && !unit.keep && !resident) release(unit);
+  }
+}
+
+void Engine::materialise(UnitRuntime& unit) {
+  if (unit.store.shown()) return;
+  if (!unit.store.adopted()) {
+    throw ConfigError(message("unit '", unit.store.name(),
+                              "' is used while its parameters are still on the meta device. Call "
+                              "model.to_empty(device=...) and initialise them first."));
+  }
+  const int index = static_cast<int>(&unit - units_.data());
+  unit.store.prepare(config_.adapter->compute_dtype(index));
+  const auto parts = unit.store.allocate();
+  if (channels_.materialise->size() > 1) {
+    note(2 * index);
+    auto broadcast = [this, &unit, &parts] {
+      channels_.materialise->broadcast(parts, unit.store.name());
+    };
+    channels_.materialise_lane->submit(broadcast, {unit.published}).wait();
+  } else {
+    unit.published.wait();
+  }
+  ++counters_.materialisations;
+  unit.store.show_whole();
+}
+
+void Engine::release(UnitRuntime& unit) {
+  unit.keep = false;
+  unit.store.release();
+}
+
+// Parameters are watched from their first use on; one that is unfrozen later, from then on.
+void Engine::watch(UnitRuntime& unit) {
+  const int u = static_cast<int>(&unit - units_.data());
+  auto& slots = unit.store.slots();
+  for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
+    if (slots[s].hook || !slots[s].parameter.requires_grad()) continue;
+    slots[s].hook.emplace(slots[s].parameter, [weak = weak_from_this(), u, s] {
+      if (auto engine = weak.lock()) engine->accumulated(u, s);
+    });
+  }
+}
+
+void Engine::begin_step() {
+  if (graph_task_id() >= 0) {
+    throw ConfigError("optimizer.step() was called inside a backward pass. Call it after backward().");
+  }
+  if (in_pass_) reset();
+  wait_reductions();
+  wait_publishes();
+  for (auto& unit : units_) {
+    advance(unit, UnitCall::step);
+    unit.depth = 0;
+    release(unit);
+  }
+}
+
+void Engine::publish(int u, bool owned) {
+  auto& unit = units_[u];
+  advance(unit, UnitCall::publish);
+  ++unit.epoch;
+  if (!owned || !unit.store.prepared() || !unit.store.publishes()) return;
+  unit.published = channels_.publish_lane->submit([&unit] { unit.store.publish(); });
+}
+
+void Engine::end_step(bool updated) {
+  for (auto& unit : units_) advance(unit, UnitCall::finish);
+  ++counters_.steps;
+  if (!updated) ++counters_.steps_without_gradient;
+  const int64_t bytes = unit_bytes(ring());
+  counters_.sent_bytes_last_step = bytes - std::exchange(bytes_at_step_, bytes);
+  if (ring()) ring()->set_step(counters_.steps);
+}
+
+bool Engine::has_local_gradients() const {
+  for (const auto& unit : units_) {
+    for (const auto& slot : unit.store.slots()) {
+      if (slot.local.defined() && slot.parameter.grad().is_same(slot.shown_grad)) return true;
+    }
+  }
+  return false;
+}
+
+void Engine::wait_publishes() {
+  for (auto& unit : units_) unit.published.wait();
+}
+
+}  // namespace dmuon

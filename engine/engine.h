@@ -1,0 +1,147 @@
+// The life of every unit under real autograd: materialise, release, reduce to the owner, and, with
+// the optimizer, update and publish. Written once for all runtimes.
+//
+// A boundary is a module whose call the runtime reports (`enter`, `leave`); it uses one unit, or
+// more where a tied weight belongs to another one. Hooks may run in nested passes (checkpointing).
+//
+// Thread: everything is called from the training thread, or from the thread that runs the backward
+// pass while the training thread waits for it. Collective: ranks must enter the same boundaries in
+// the same order and run the same backward passes.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/flight_ring.h"
+#include "engine/lane.h"
+#include "engine/lifecycle.h"
+#include "engine/plan.h"
+#include "engine/reduction.h"
+#include "engine/runtime_adapter.h"
+#include "engine/transport.h"
+#include "engine/unit_store.h"
+
+namespace dmuon {
+
+// Each lane has its own process group, so that the order of operations within a group is the order
+// of its lane. `control` is used by the training thread, for agreements and norms, on CPU tensors.
+struct Channels {
+  std::unique_ptr<Transport> materialise, reduce, control;
+  std::unique_ptr<Lane> materialise_lane, reduce_lane, publish_lane;
+};
+
+struct EngineConfig {
+  OwnershipPlan plan;
+  std::vector<std::vector<int32_t>> boundaries;  // units of each boundary
+  std::vector<int32_t> reduce_order;  // all units: the order of their reductions, on every rank
+  std::shared_ptr<RuntimeAdapter> adapter;
+  std::shared_ptr<FlightRing> ring;  // may be null
+};
+
+struct Counters {
+  int64_t steps = 0;
+  int64_t steps_without_gradient = 0;
+  int64_t materialisations = 0;  // of a unit
+  int64_t reductions = 0;
+  int64_t sent_bytes_last_step = 0;  // this rank's, since the step before
+  int64_t reduce_wait_us = 0;        // the training thread waited for reductions this long
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  Engine(EngineConfig config, Channels channels);
+  ~Engine();
+
+  const OwnershipPlan& plan() const { return config_.plan; }
+  int rank() const { return channels_.control->rank(); }
+  const Counters& counters() const { return counters_; }
+  FlightRing* ring() const { return config_.ring.get(); }
+  RuntimeAdapter& adapter() { return *config_.adapter; }
+  Transport& control() { return *channels_.control; }
+  UnitState state(int unit) const { return units_[unit].state; }
+  UnitStore& store(int unit) { return units_[unit].store; }
+
+  // Where a matrix lies.
+  struct Place {
+    int32_t unit = 0, slot = 0;
+  };
+  Place place(int matrix) const { return places_[matrix]; }
+  Slot& slot(int matrix);
+  void adopt(int matrix, const at::Tensor& parameter);
+  // A new value for a matrix, on every rank; the owner's counts.
+  void set_value(int matrix, const at::Tensor& value);
+
+  // Hooks.
+  void enter(int boundary);
+  void leave(int boundary, const std::vector<at::Tensor>& outputs);
+
+  // Lets reductions in flight end and hands out their results. Idempotent, legal at any point.
+  void wait_reductions();
+
+  // Ends whatever an exception has left: buffers freed, units idle, gradients kept as they are.
+  void reset();
+
+  // For the optimizer. `begin_step` waits for everything in flight; between the two no unit is whole.
+  void begin_step();
+  // The owners have changed the unit's weights, this rank's own ones if `owned`.
+  void publish(int unit, bool owned);
+  void end_step(bool updated);
+  void wait_publishes();
+  bool has_local_gradients() const;  // accumulated under no_sync, never reduced
+  const std::vector<int32_t>& order() const { return config_.reduce_order; }
+  int64_t take_sequence_hash();  // of the collectives since the last call
+
+ private:
+  struct UnitRuntime {
+    explicit UnitRuntime(UnitStore s) : store(std::move(s)) {}
+    UnitStore store;
+    UnitState state = UnitState::idle;
+    int depth = 0;       // calls of its boundaries in progress
+    int64_t epoch = 0;   // steps that have changed its weights
+    bool armed = false;  // a backward pass has reached it
+    int pending = 0;     // trainable slots that this pass has not reached yet
+    bool issued = false;
+    bool refired = false;  // a gradient came after the reduction was issued
+    bool keep = false;     // no output to hook: stays whole until the backward pass ends
+    std::unique_ptr<Reduction> reduction;
+    Event reduced, published;
+  };
+
+  void advance(UnitRuntime& unit, UnitCall call);
+  void materialise(UnitRuntime& unit);
+  void release(UnitRuntime& unit);
+  void watch(UnitRuntime& unit);
+  void forget_cleared(UnitRuntime& unit);
+  bool trainable(const UnitRuntime& unit) const;
+  void note(int64_t event);
+
+  void pre_backward(int boundary, const std::vector<int64_t>& epochs);
+  void begin_pass();
+  void arm(UnitRuntime& unit);
+  void accumulated(int unit, int slot);
+  void release_finished(int boundary);
+  void issue_ready();
+  void issue(UnitRuntime& unit);
+  void arm_late(UnitRuntime& unit, int slot);
+  static void keep_local(Slot& slot);
+  void end_pass();
+  void collect(UnitRuntime& unit);
+  void hand_out(UnitRuntime& unit);
+
+  EngineConfig config_;
+  Channels channels_;
+  std::vector<UnitRuntime> units_;
+  std::vector<Place> places_;
+  Counters counters_;
+
+  bool in_pass_ = false;               // between the first hook of a backward pass and its end
+  std::vector<int32_t> pass_order_;    // units to reduce in this pass
+  size_t pass_next_ = 0;
+  int64_t sequence_ = 0;
+  int64_t bytes_at_step_ = 0;
+};
+
+}  // namespace dmuon

@@ -1,0 +1,59 @@
+#include "engine/gradients.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <cmath>
+
+#include "kernels/sum_pieces.h"
+
+namespace dmuon {
+namespace {
+
+// NaN wins over everything, so that a norm over it is NaN.
+double larger(double a, double b) { return std::isnan(a) || a > b ? a : b; }
+
+double local_power_sum(Engine& engine, const GradientSet& set, double p) {
+  double total = 0;
+  const auto add = [&](const at::Tensor& gradient) {
+    if (!gradient.defined()) return;
+    const double value = sum_of_powers(gradient, p);
+    total = std::isinf(p) ? larger(total, value) : total + value;
+  };
+  for (const int matrix : set.matrices) add(owned_gradient(engine, matrix));
+  for (const auto& gradient : set.sharded) add(gradient);
+  if (engine.rank() != 0) return total;
+  for (const auto& gradient : set.replicated) add(gradient);
+  return total;
+}
+
+}  // namespace
+
+at::Tensor owned_gradient(Engine& engine, int matrix) {
+  const Slot& slot = engine.slot(matrix);
+  return slot.owned ? slot.parameter.grad() : at::Tensor();
+}
+
+double gradient_norm(Engine& engine, const GradientSet& set, double p) {
+  engine.wait_reductions();
+  at::Tensor total = at::zeros({2}, at::kDouble);
+  auto* data = total.data_ptr<double>();
+  data[0] = local_power_sum(engine, set, p);
+  if (std::isnan(data[0])) data[0] = 0, data[1] = 1;  // a maximum would lose it
+  engine.control().all_reduce(total, std::isinf(p) ? ReduceOp::max : ReduceOp::sum, "(norm)");
+  if (data[1] > 0) return std::nan("");
+  return std::isinf(p) || p == 0 ? data[0] : std::pow(data[0], 1 / p);
+}
+
+void scale_gradients(Engine& engine, const GradientSet& set, double factor) {
+  c10::NoGradGuard no_grad;
+  for (const int matrix : set.matrices) {
+    at::Tensor gradient = owned_gradient(engine, matrix);
+    if (gradient.defined()) gradient.mul_(factor);
+  }
+  for (const auto* part : {&set.sharded, &set.replicated}) {
+    for (at::Tensor gradient : *part) gradient.mul_(factor);
+  }
+}
+
+}  // namespace dmuon

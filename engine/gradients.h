@@ -1,0 +1,28 @@
+// Gradients as clipping and checking see them: each element of the model once in the whole job.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace dmuon {
+
+// This rank's part of some gradients.
+struct GradientSet {
+  std::vector<int32_t> matrices;       // dedicated: the owner's reduced gradient counts
+  std::vector<at::Tensor> sharded;     // local shards, disjoint over the ranks
+  std::vector<at::Tensor> replicated;  // equal on every rank
+};
+
+// Collective. The p-norm of all elements (p = inf: the largest magnitude; p = 0: how many are not
+// zero), accumulated in float64, the same on every rank.
+double gradient_norm(Engine& engine, const GradientSet& set, double p);
+
+// Multiplies them all, in place.
+void scale_gradients(Engine& engine, const GradientSet& set, double factor);
+
+// The reduced gradient of a matrix on its owner, undefined where there is none.
+at::Tensor owned_gradient(Engine& engine, int matrix);
+
+}  // namespace dmuon

@@ -1,0 +1,147 @@
+#include "engine/optimizer.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "engine/digest.h"
+#include "engine/error.h"
+#include "engine/gradients.h"
+#include "kernels/sum_pieces.h"
+
+namespace dmuon {
+namespace {
+
+const auto kFloat32 = at::TensorOptions().dtype(at::kFloat);
+
+int64_t settings_hash(const std::vector<GroupSettings>& groups) {
+  Hasher hasher;
+  for (const auto& group : groups) hasher.add(group.lr).add(group.momentum).add(group.weight_decay);
+  return static_cast<int64_t>(hasher.digest().words[0]);
+}
+
+}  // namespace
+
+Optimizer::Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config,
+                     std::vector<int32_t> groups)
+    : engine_(std::move(engine)),
+      config_(std::move(config)),
+      groups_(std::move(groups)),
+      momentum_(engine_->plan().matrices.size()),
+      ns_per_matrix_(engine_->plan().matrices.size(), 0) {
+  config_.newton_schulz.validate();
+  int64_t largest = 0;
+  for (size_t m = 0; m < momentum_.size(); ++m) {
+    const Slot& slot = engine_->slot(static_cast<int>(m));
+    if (!slot.owned) continue;
+    const auto options = kFloat32.device(slot.parameter.device());
+    momentum_[m] = at::zeros(slot.sizes, options);
+    largest = std::max(largest, momentum_[m].numel());
+    if (!scratch_.defined() || scratch_.numel() < largest) scratch_ = at::empty({largest}, options);
+  }
+}
+
+bool Optimizer::step(const std::vector<GroupSettings>& groups,
+                     const SymmetricGradients& symmetric) {
+  c10::NoGradGuard no_grad;
+  engine_->begin_step();
+  ns_calls_last_step_ = 0;
+  const StepVerdict verdict = agree_on_step(engine_->control(), word(groups, symmetric));
+  const bool skipped = verdict.nonfinite && config_.nonfinite == Nonfinite::skip;
+  const bool goes_on = verdict.any_gradient && !skipped;
+  try {
+    check(verdict, symmetric);
+    const auto& order = engine_->order();
+    for (auto unit = order.rbegin(); goes_on && unit != order.rend(); ++unit) {
+      update_unit(*unit, groups);
+    }
+  } catch (...) {
+    engine_->end_step(false);
+    throw;
+  }
+  ns_calls_ += ns_calls_last_step_;
+  engine_->end_step(goes_on);
+  return goes_on;
+}
+
+StepWord Optimizer::word(const std::vector<GroupSettings>& groups,
+                         const SymmetricGradients& symmetric) {
+  StepWord word{.any_gradient = !symmetric.tensors.empty(),
+                .sequence = engine_->take_sequence_hash(),
+                .settings = settings_hash(groups),
+                .failed = engine_->has_local_gradients()};
+  for (size_t m = 0; m < momentum_.size(); ++m) {
+    word.any_gradient |= owned_gradient(*engine_, static_cast<int>(m)).defined();
+  }
+  if (config_.nonfinite != Nonfinite::propagate) word.nonfinite = find_nonfinite(symmetric);
+  return word;
+}
+
+// 1 + index: matrices first, then symmetric parameters.
+int64_t Optimizer::find_nonfinite(const SymmetricGradients& symmetric) const {
+  for (size_t m = 0; m < momentum_.size(); ++m) {
+    const at::Tensor gradient = owned_gradient(*engine_, static_cast<int>(m));
+    if (gradient.defined() && !all_finite(gradient)) return static_cast<int64_t>(m) + 1;
+  }
+  for (size_t i = 0; i < symmetric.tensors.size(); ++i) {
+    if (!all_finite(symmetric.tensors[i])) {
+      return static_cast<int64_t>(momentum_.size() + symmetric.indices[i]) + 1;
+    }
+  }
+  return 0;
+}
+
+void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const {
+  if (verdict.failed) {
+    throw ConfigError(
+        "step() after backward passes under no_sync whose gradients were never reduced. Run the last "
+        "micro-batch's backward outside of no_sync, or call zero_grad() to drop them.");
+  }
+  if (verdict.sequence_differs) {
+    throw RuntimeFailure(
+        "the ranks ran different forward or backward passes since the last step; their weights may "
+        "already differ. Every rank must call the same modules in the same order.");
+  }
+  if (verdict.settings_differ) {
+    throw ConfigError(
+        "the ranks have different learning rates, momenta or weight decays. Set param_groups alike "
+        "on every rank.");
+  }
+  if (!verdict.nonfinite || config_.nonfinite != Nonfinite::raise) return;
+  const size_t index = static_cast<size_t>(verdict.nonfinite - 1);
+  const auto& matrices = engine_->plan().matrices;
+  const std::string name = index < matrices.size() ? matrices[index].name
+                                                   : symmetric.names[index - matrices.size()];
+  throw RuntimeFailure(message("the gradient of '", name,
+                               "' is not finite. Nothing was updated. Lower the learning rate or clip, "
+                               "or choose nonfinite=\"skip\" or \"propagate\"."));
+}
+
+void Optimizer::update_unit(int unit, const std::vector<GroupSettings>& groups) {
+  bool updated = false;
+  for (const Slot& slot : engine_->store(unit).slots()) {
+    const at::Tensor gradient = owned_gradient(*engine_, slot.matrix);
+    if (!gradient.defined()) continue;
+    update(slot.matrix, gradient, groups[groups_[slot.matrix]]);
+    updated = true;
+  }
+  engine_->publish(unit, updated);
+}
+
+void Optimizer::update(int matrix, const at::Tensor& gradient, const GroupSettings& group) {
+  const Matrix& shape = engine_->plan().matrices[matrix];
+  const auto place = engine_->place(matrix);
+  at::Tensor weight = engine_->store(place.unit).master(place.slot);
+  at::Tensor input = scratch_.narrow(0, 0, shape.numel()).view(weight.sizes());
+  momentum_update(momentum_[matrix], gradient, group.momentum, config_.nesterov, input);
+  const at::Tensor orthogonal =
+      newton_schulz(input.view({shape.batch, shape.rows, shape.cols}), config_.newton_schulz);
+  apply_update(weight, orthogonal.view(weight.sizes()), group.lr, group.weight_decay,
+               adjusted_scale(config_.adjust_lr, shape.rows, shape.cols));
+  ++ns_per_matrix_[matrix];
+  ++ns_calls_last_step_;
+}
+
+}  // namespace dmuon

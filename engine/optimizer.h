@@ -1,0 +1,77 @@
+// Muon over the matrices that this rank owns: momentum, Newton-Schulz, update, publish.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/agreement.h"
+#include "engine/engine.h"
+#include "kernels/momentum.h"
+#include "kernels/newton_schulz.h"
+
+namespace dmuon {
+
+// One parameter group, read anew at each step.
+struct GroupSettings {
+  double lr = 0.02;
+  double momentum = 0.95;
+  double weight_decay = 0;
+};
+
+enum class Nonfinite { raise, skip, propagate };
+
+struct OptimizerConfig {
+  NewtonSchulz newton_schulz;
+  AdjustLr adjust_lr = AdjustLr::match_rms_adamw;
+  bool nesterov = true;
+  Nonfinite nonfinite = Nonfinite::raise;
+};
+
+// The gradients that the runtime keeps, on this rank: only read, to look for what is not finite.
+struct SymmetricGradients {
+  std::vector<at::Tensor> tensors;
+  std::vector<int32_t> indices;    // parallel: which entry of `names` each belongs to
+  std::vector<std::string> names;  // of all symmetric parameters, the same on every rank
+};
+
+class Optimizer {
+ public:
+  // Momentum of every owned matrix is allocated here. groups[m]: the group of matrix m.
+  Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config, std::vector<int32_t> groups);
+
+  // Collective. Waits for reductions, agrees with all ranks, then updates and publishes. Returns
+  // whether the rest of the step is to go on: false where no rank has a gradient, or where a
+  // non-finite one is skipped; then nothing has changed. Throws the same error on every rank, and
+  // changes nothing, where a gradient is not finite (Nonfinite::raise), ranks ran different passes or
+  // have different settings, or an accumulation under no_sync was never reduced.
+  bool step(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
+
+  // fp32, in the parameter's sizes; undefined on other ranks. A view: writing it is legal.
+  at::Tensor momentum(int matrix) const { return momentum_[matrix]; }
+
+  void set_groups(std::vector<int32_t> groups) { groups_ = std::move(groups); }
+  int64_t ns_calls() const { return ns_calls_; }
+  int64_t ns_calls_last_step() const { return ns_calls_last_step_; }
+  const std::vector<int64_t>& ns_calls_per_matrix() const { return ns_per_matrix_; }
+  const OptimizerConfig& config() const { return config_; }
+
+ private:
+  StepWord word(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
+  int64_t find_nonfinite(const SymmetricGradients& symmetric) const;
+  void check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const;
+  void update_unit(int unit, const std::vector<GroupSettings>& groups);
+  void update(int matrix, const at::Tensor& gradient, const GroupSettings& group);
+
+  std::shared_ptr<Engine> engine_;
+  OptimizerConfig config_;
+  std::vector<int32_t> groups_;
+  std::vector<at::Tensor> momentum_;
+  at::Tensor scratch_;  // the Newton-Schulz input of one matrix at a time
+  std::vector<int64_t> ns_per_matrix_;
+  int64_t ns_calls_ = 0;
+  int64_t ns_calls_last_step_ = 0;
+};
+
+}  // namespace dmuon

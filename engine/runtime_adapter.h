@@ -1,0 +1,33 @@
+// What the engine asks of a runtime (FSDP2, DDP, ZeRO). The life of a unit is written once, in the
+// engine; a runtime answers these questions and decides nothing else.
+#pragma once
+#include <c10/core/ScalarType.h>
+
+namespace dmuon {
+
+// Where whole weights live between uses.
+enum class Residency {
+  transient,               // on the owner only; materialised for forward and again for backward
+  resident_after_forward,  // kept from forward to backward
+};
+
+// `unit` indexes OwnershipPlan::units. Called on the training thread.
+class RuntimeAdapter {
+ public:
+  virtual ~RuntimeAdapter() = default;
+
+  virtual Residency residency(int unit) const = 0;
+
+  // Whether this backward pass ends an accumulation: gradients are reduced, not kept.
+  virtual bool synchronize(int unit) const = 0;
+
+  // The sum of the ranks' gradients is divided by this.
+  virtual double divisor(int unit) const = 0;
+
+  // The dtype a forward computes with, and the dtype in which gradients travel. They are summed in
+  // float32 whatever travels. Constant from the first forward on.
+  virtual c10::ScalarType compute_dtype(int unit) const = 0;
+  virtual c10::ScalarType reduce_dtype(int unit) const = 0;
+};
+
+}  // namespace dmuon

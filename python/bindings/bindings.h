@@ -1,0 +1,19 @@
+// One function per engine header, each in the .cpp of that name.
+#pragma once
+#include <torch/csrc/utils/pybind.h>
+
+namespace dmuon {
+
+namespace py = pybind11;
+
+void bind_kernels(py::module_& m);
+void bind_plan(py::module_& m);
+void bind_agreement(py::module_& m);
+void bind_flight_ring(py::module_& m);
+void bind_engine(py::module_& m);
+void bind_optimizer(py::module_& m);
+void bind_fsdp2(py::module_& m);
+void bind_hooks(py::module_& m);
+void bind_gradients(py::module_& m);
+
+}  // namespace dmuon

@@ -1,0 +1,101 @@
+// What a module hook does, in one call: the checks and the walk over the output that need Python
+// objects, then engine/engine.h.
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "engine/engine.h"
+#include "python/bindings/bindings.h"
+
+namespace dmuon {
+namespace {
+
+constexpr int kDeepestOutput = 8;
+
+void find_tensors(py::handle object, std::vector<at::Tensor>& found, int depth);
+
+void find_in_fields(py::handle object, std::vector<at::Tensor>& found, int depth) {
+  if (PyType_Check(object.ptr()) || PyCallable_Check(object.ptr())) return;
+  if (!py::hasattr(object, "__dict__")) return;
+  for (const auto& item : py::dict(object.attr("__dict__"))) {
+    find_tensors(item.second, found, depth);
+  }
+}
+
+// Tensors in tuples, lists, dicts, dataclasses and plain objects, nested.
+void find_tensors(py::handle object, std::vector<at::Tensor>& found, int depth) {
+  PyObject* const p = object.ptr();
+  if (THPVariable_Check(p)) {
+    found.push_back(THPVariable_Unpack(p));
+  } else if (depth == 0 || p == Py_None || PyUnicode_Check(p) || PyLong_Check(p) ||
+             PyFloat_Check(p)) {
+    return;
+  } else if (PyTuple_Check(p) || PyList_Check(p)) {
+    for (const auto& item : py::reinterpret_borrow<py::sequence>(object)) {
+      find_tensors(item, found, depth - 1);
+    }
+  } else if (PyDict_Check(p)) {
+    for (const auto& item : py::reinterpret_borrow<py::dict>(object)) {
+      find_tensors(item.second, found, depth - 1);
+    }
+  } else {
+    find_in_fields(object, found, depth - 1);
+  }
+}
+
+struct SlotRef {
+  py::dict parameters;  // the module's `_parameters`
+  py::str name;
+  py::object parameter;
+};
+
+class BoundaryHook {
+ public:
+  BoundaryHook(std::shared_ptr<Engine> engine, int boundary, const py::list& slots)
+      : engine_(std::move(engine)), boundary_(boundary) {
+    for (const auto& item : slots) {
+      const auto slot = py::reinterpret_borrow<py::tuple>(item);
+      slots_.push_back({slot[0], slot[1], slot[2]});
+    }
+  }
+
+  // False, and nothing happened: a slot of the module holds another object than ours.
+  bool enter() {
+    if (!intact()) return false;
+    py::gil_scoped_release release;
+    engine_->enter(boundary_);
+    return true;
+  }
+
+  void leave(py::handle output) {
+    std::vector<at::Tensor> tensors;
+    find_tensors(output, tensors, kDeepestOutput);
+    py::gil_scoped_release release;
+    engine_->leave(boundary_, tensors);
+  }
+
+  bool intact() const {
+    for (const auto& slot : slots_) {
+      if (PyDict_GetItem(slot.parameters.ptr(), slot.name.ptr()) != slot.parameter.ptr()) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+  int boundary_;
+  std::vector<SlotRef> slots_;
+};
+
+}  // namespace
+
+void bind_hooks(py::module_& m) {
+  py::class_<BoundaryHook>(m, "BoundaryHook")
+      .def(py::init<std::shared_ptr<Engine>, int, const py::list&>(), py::arg("engine"),
+           py::arg("boundary"), py::arg("slots"))
+      .def("enter", &BoundaryHook::enter)
+      .def("leave", &BoundaryHook::leave)
+      .def("intact", &BoundaryHook::intact);
+}
+
+}  // namespace dmuon

@@ -1,0 +1,47 @@
+// Binds engine/optimizer.h.
+#include "engine/optimizer.h"
+
+#include "python/bindings/bindings.h"
+
+namespace dmuon {
+
+void bind_optimizer(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::enum_<Nonfinite>(m, "Nonfinite")
+      .value("raise_", Nonfinite::raise)
+      .value("skip", Nonfinite::skip)
+      .value("propagate", Nonfinite::propagate);
+  py::class_<GroupSettings>(m, "GroupSettings")
+      .def(py::init<double, double, double>(), py::arg("lr"), py::arg("momentum"),
+           py::arg("weight_decay"));
+  py::class_<SymmetricGradients>(m, "SymmetricGradients")
+      .def(py::init<>())
+      .def_readwrite("tensors", &SymmetricGradients::tensors)
+      .def_readwrite("indices", &SymmetricGradients::indices)
+      .def_readwrite("names", &SymmetricGradients::names);
+  py::class_<Optimizer, std::shared_ptr<Optimizer>>(m, "Optimizer")
+      .def(py::init([](std::shared_ptr<Engine> engine, const NewtonSchulz& newton_schulz,
+                       AdjustLr adjust_lr, bool nesterov, Nonfinite nonfinite,
+                       std::vector<int32_t> groups) {
+             return std::make_shared<Optimizer>(std::move(engine),
+                                                OptimizerConfig{.newton_schulz = newton_schulz,
+                                                                .adjust_lr = adjust_lr,
+                                                                .nesterov = nesterov,
+                                                                .nonfinite = nonfinite},
+                                                std::move(groups));
+           }),
+           py::kw_only(), py::arg("engine"), py::arg("newton_schulz"), py::arg("adjust_lr"),
+           py::arg("nesterov"), py::arg("nonfinite"), py::arg("groups"))
+      .def("step", &Optimizer::step, py::arg("groups"), py::arg("symmetric"), Release())
+      .def("momentum",
+           [](const Optimizer& o, int matrix) -> std::optional<at::Tensor> {
+             const at::Tensor momentum = o.momentum(matrix);
+             return momentum.defined() ? std::optional(momentum) : std::nullopt;
+           })
+      .def("set_groups", &Optimizer::set_groups)
+      .def("ns_calls", &Optimizer::ns_calls)
+      .def("ns_calls_last_step", &Optimizer::ns_calls_last_step)
+      .def("ns_calls_per_matrix", &Optimizer::ns_calls_per_matrix);
+}
+
+}  // namespace dmuon

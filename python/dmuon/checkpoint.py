@@ -1,0 +1,125 @@
+"""State dicts that are never silently wrong.
+
+A dedicated weight lies on its owner alone. ``model.state_dict()`` holds the value there, and an
+``OwnedTensor`` elsewhere: it has shape and dtype and refuses to give numbers it does not have.
+"""
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_QUIET = ("detach", "alias")
+
+
+class OwnedTensor(torch.Tensor):
+    """Stands for a tensor that lies on another rank. Reading it is an error that names the owner."""
+
+    @staticmethod
+    def __new__(cls, shape, dtype, device, name: str, owner_rank: int):
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self._dmuon_name, self._dmuon_owner = name, owner_rank
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        owned = next(a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, OwnedTensor))
+        if func.__name__.split(".")[0] in _QUIET:
+            return owned
+        raise owned._refusal()
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self._dmuon_name!r} lies on rank {self._dmuon_owner} alone; this rank cannot read or save "
+            "it. Call dmuon.get_model_state_dict / get_optimizer_state_dict on all ranks for whole "
+            "tensors, or read it on its owner."
+        )
+
+    def __repr__(self, **kwargs):
+        return (
+            f"OwnedTensor({self._dmuon_name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"owner_rank={self._dmuon_owner})"
+        )
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce_ex__(self, protocol):
+        raise self._refusal()
+
+    def tolist(self):
+        raise self._refusal()
+
+    def numpy(self, *args, **kwargs):
+        raise self._refusal()
+
+
+def owned_tensor(param, name: str, dtype: torch.dtype) -> OwnedTensor:
+    return OwnedTensor(param.full_shape, dtype, param.parameter.device, name, param.owner_rank)
+
+
+def install_hooks(runtime) -> None:
+    """On every module that holds a dedicated parameter; they copy with the module, see hooks.py."""
+    by_module: dict[nn.Module, list] = {}
+    for param in runtime.params:
+        for module, attribute in param.slots:
+            by_module.setdefault(module, []).append((attribute, param))
+    for module, held in by_module.items():
+        module.register_state_dict_post_hook(_Save(held))
+        module.register_load_state_dict_pre_hook(_Load(held))
+
+
+class _Save:
+    def __init__(self, held):
+        self._held = held
+
+    def __call__(self, module, state_dict, prefix, local_metadata):
+        for attribute, param in self._held:
+            value = param._owned_data
+            if value is None:
+                value = owned_tensor(param, param.param_name, param.dtype)
+            state_dict[prefix + attribute] = value.to(param.dtype) if param.is_owner else value
+
+    def __deepcopy__(self, memo):
+        return _Unmanaged()
+
+
+class _Load:
+    """A plain tensor of the right shape becomes the owner's weight; an OwnedTensor changes nothing
+    on a rank that does not own it."""
+
+    def __init__(self, held):
+        self._held = held
+
+    def __call__(
+        self, module, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        for attribute, param in self._held:
+            key = prefix + attribute
+            if key in state_dict:
+                self._load(param, key, state_dict[key], errors)
+                state_dict[key] = module._parameters[attribute]  # torch then copies it onto itself
+
+    @staticmethod
+    def _load(param, key, value, errors) -> None:
+        if tuple(value.shape) != tuple(param.full_shape):
+            errors.append(
+                f"size mismatch for {key}: the state dict has {tuple(value.shape)}, the model "
+                f"{tuple(param.full_shape)}."
+            )
+        elif not isinstance(value, OwnedTensor):
+            param.runtime.set_value(param, value)
+        elif param.is_owner:
+            errors.append(f"{key} was saved on a rank that did not own it: {value!r}.")
+
+    def __deepcopy__(self, memo):
+        return _Unmanaged()
+
+
+class _Unmanaged:
+    """In a copy of a managed module: its weights are placeholders."""
+
+    def __call__(self, *args):
+        raise RuntimeError(
+            "this module is a copy of one whose weights dmuon manages; the copy is not managed and holds "
+            "placeholders, so its state dict has no values. Use the original."
+        )

@@ -1,0 +1,213 @@
+"""What one rank wants to dedicate, checked. Nothing is changed here and nothing communicated."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dmuon import _C
+from dmuon.boundaries import Boundaries, containers
+from dmuon.errors import listed
+from dmuon.names import slots
+from dmuon.policy import ParamPolicy, PolicyTable, matrix_view
+
+
+@dataclass
+class Chosen:
+    """One dedicated parameter and every slot that holds it."""
+
+    name: str
+    parameter: nn.Parameter
+    policy: ParamPolicy
+    view: tuple[int, int, int]
+    boundaries: list[str]  # of each name; the first is its unit's
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def unit(self) -> str:
+        return self.boundaries[0]
+
+
+def collect(
+    model: nn.Module,
+    mesh,
+    predicate: Callable[[str, nn.Parameter], bool],
+    policies: PolicyTable,
+    boundaries: Boundaries,
+) -> list[Chosen]:
+    """The chosen parameters, sorted by name.
+
+    Raises:
+        ValueError: naming the parameter and what is wrong with it.
+    """
+    found = _select(model, predicate)
+    chosen = [
+        _choose(names, mesh, policies, boundaries)
+        for names in found
+        if policies.of(names[0][0]).route != "sharded_adamw"
+    ]
+    policies.check_all_matched()
+    _check_units(chosen)
+    return sorted(chosen, key=lambda c: c.name)
+
+
+def _select(model, predicate) -> list[list[tuple]]:
+    """Per chosen parameter its slots, sorted by name."""
+    by_parameter: dict[int, list[tuple]] = {}
+    for slot in slots(model):
+        by_parameter.setdefault(id(slot[3]), []).append(slot)
+    selected = []
+    for group in by_parameter.values():
+        verdicts = {slot[0]: bool(predicate(slot[0], slot[3])) for slot in group}
+        if any(verdicts.values()) and not all(verdicts.values()):
+            yes = [name for name, chosen in verdicts.items() if chosen]
+            no = [name for name, chosen in verdicts.items() if not chosen]
+            raise ValueError(
+                f"{listed(yes)} and {listed(no)} are one tied weight, and the predicate chooses only "
+                "the former. Choose all names of a tied weight, or none."
+            )
+        if all(verdicts.values()):
+            selected.append(sorted(group, key=lambda slot: slot[0]))
+    return selected
+
+
+def nothing_selected(model: nn.Module) -> str:
+    names = [name for name, _, _, parameter in slots(model) if parameter.ndim >= 2]
+    return (
+        "the predicate selects no parameter. The model's parameters with two dims or more are "
+        f"{listed(names)}. Correct the predicate, or pass allow_empty=True."
+    )
+
+
+def _choose(names, mesh, policies, boundaries) -> Chosen:
+    name, module, _, parameter = names[0]
+    policy = policies.of(name)
+    _check_parameter(name, parameter, mesh)
+    _check_policy(name, policy)
+    return Chosen(
+        name=name,
+        parameter=parameter,
+        policy=policy,
+        view=matrix_view(name, module, parameter.shape, policy.view),
+        boundaries=[boundaries.of(fqn, parameter) for fqn, *_ in names],
+        slots=[(slot[1], slot[2]) for slot in names],
+        names=[slot[0] for slot in names],
+    )
+
+
+def _check_policy(name: str, policy: ParamPolicy) -> None:
+    if policy.route == "adamw":
+        raise ValueError(
+            f"parameter {name!r} has route 'adamw', which this version does not carry. Use "
+            "'sharded_adamw', or leave it out of the predicate: the runtime shards it and AdamW "
+            "trains it."
+        )
+    for key in ("master_dtype", "optim_dtype"):
+        if getattr(policy, key) not in (None, torch.float32):
+            raise ValueError(
+                f"parameter {name!r} has {key}={getattr(policy, key)}; masters and momenta are "
+                "float32. Leave it out."
+            )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, mesh) -> None:
+    if hasattr(parameter, "_dedicated_owner_rank"):
+        raise ValueError(f"parameter {name!r} is dedicated already. Call dedicate_params once.")
+    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"parameter {name!r} is lazy. Run one forward first, to give it a shape.")
+    if isinstance(parameter, DTensor):
+        _refuse_dtensor(name, parameter, mesh)
+    if type(parameter) is not nn.Parameter:
+        raise ValueError(
+            f"parameter {name!r} is a {type(parameter).__name__}, a tensor subclass, whose memory "
+            "dmuon cannot move. Leave it out of the predicate."
+        )
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"parameter {name!r} is {parameter.dtype}; it must be floating point.")
+    if _overlaps_itself(parameter):
+        raise ValueError(
+            f"parameter {name!r} is expanded: several of its elements are one in memory. Make it "
+            "contiguous first."
+        )
+
+
+def _overlaps_itself(parameter: torch.Tensor) -> bool:
+    return any(
+        stride == 0 and size > 1
+        for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    )
+
+
+def _refuse_dtensor(name: str, parameter: DTensor, mesh) -> None:
+    names = parameter.device_mesh.mesh_dim_names
+    if names is None or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor, and "
+            f"{'its mesh' if names is None else 'the mesh given to dedicate_params'} has no dim names, "
+            "so its tensor-parallel axis cannot be told from the data-parallel one. Make the mesh with "
+            "init_device_mesh(..., mesh_dim_names=(...))."
+        )
+    if set(names) & set(mesh.mesh_dim_names):
+        raise ValueError(
+            f"parameter {name!r} is sharded over {names} already. Call dedicate_params before "
+            "fully_shard."
+        )
+    raise ValueError(
+        f"parameter {name!r} is tensor-parallel over {names}; this version of dedicate_params carries "
+        "plain parameters only. Leave it out of the predicate."
+    )
+
+
+def _check_units(chosen: list[Chosen]) -> None:
+    """One flat buffer holds one dtype, on one device."""
+    for key in ("dtype", "device"):
+        first: dict[str, Chosen] = {}
+        for c in chosen:
+            other = first.setdefault(c.unit, c)
+            a, b = getattr(other.parameter, key), getattr(c.parameter, key)
+            if a != b:
+                raise ValueError(
+                    f"parameters {other.name!r} ({a}) and {c.name!r} ({b}) are in one unit, "
+                    f"{c.unit or 'the whole model'!r}, and differ in {key}. Give them one {key}, or set "
+                    "them apart with hook_boundary_resolver."
+                )
+
+
+def as_matrices(model: nn.Module, chosen: list[Chosen]) -> list["_C.Matrix"]:
+    """What the planner sees of them."""
+    repeated = containers(model)
+    matrices = []
+    for c in chosen:
+        matrix = _C.Matrix()
+        matrix.name, matrix.unit = c.name, c.unit or "root"
+        matrix.layer = _C.layer_of(c.name, repeated)
+        matrix.batch, matrix.rows, matrix.cols = c.view
+        matrix.dtype = str(c.parameter.dtype).removeprefix("torch.")
+        numel = c.parameter.numel()
+        computes = c.policy.param_dtype or c.parameter.dtype
+        copy = 0 if computes == torch.float32 else computes.itemsize
+        matrix.state_bytes = numel * (4 + 4 + copy)
+        matrices.append(matrix)
+    return matrices
+
+
+def warn_unusual(model: nn.Module, chosen: list[Chosen]) -> None:
+    """Embeddings and output heads: Muon is not meant for them, though it runs."""
+    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    unusual = [
+        c.name
+        for c in chosen
+        for module, _ in c.slots[:1]
+        if isinstance(module, nn.Embedding)
+        or (isinstance(module, nn.Linear) and module.out_features in vocabularies)
+    ]
+    if unusual:
+        warnings.warn(
+            f"embeddings or output heads are dedicated: {listed(unusual)}. Their rows are looked up one "
+            "by one; AdamW usually trains them better. Leave them out of the predicate, or ignore this.",
+            stacklevel=3,
+        )

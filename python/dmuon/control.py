@@ -1,0 +1,124 @@
+"""Manual control over a step: accumulation, waiting, clipping."""
+
+import contextlib
+import math
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dmuon import _C, fsdp2
+from dmuon.runtime import Runtime, runtime_of, runtimes
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module):
+    """Accumulate gradients without reducing them, of dedicated and symmetric parameters.
+
+    The first backward outside reduces the sum: k micro-batches equal one large batch. Nests; an
+    exception inside leaves everything as it was outside. Local, but every rank must do the same.
+
+    Raises:
+        ValueError: the model has no dedicated parameters.
+    """
+    runtime = runtime_of(model)
+    roots = _outermost_fsdp(runtime.model())
+    runtime.adapter.enter_no_sync()
+    runtime.no_sync_depth += 1
+    try:
+        if runtime.no_sync_depth == 1:
+            _set_fsdp_sync(roots, False)
+        yield
+    finally:
+        runtime.adapter.leave_no_sync()
+        runtime.no_sync_depth -= 1
+        if runtime.no_sync_depth == 0:
+            _set_fsdp_sync(roots, True)
+
+
+def _outermost_fsdp(module: nn.Module) -> list[FSDPModule]:
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [fsdp for child in module.children() for fsdp in _outermost_fsdp(child)]
+
+
+def _set_fsdp_sync(roots: list[FSDPModule], value: bool) -> None:
+    """Past our own wrapper: the units' flags are the user's."""
+    setter = fsdp2.original_setter("set_requires_gradient_sync")
+    for root in roots:
+        setter(root, value)
+
+
+def wait_all_reduces(model: nn.Module) -> None:
+    """Let every reduction in flight end; afterwards owners hold reduced gradients.
+
+    ``backward`` ends that way and ``Muon.step`` begins that way, so that no call is needed.
+    Idempotent, legal at any point of a step. Waits for other ranks.
+    """
+    runtime_of(model).engine.wait_reductions()
+
+
+def prepare_muon_grads(model: nn.Module) -> None:
+    """Make the owners' gradients ready to be read or changed before ``Muon.step``: the same as
+    ``wait_all_reduces``. Idempotent, legal at any point of a step."""
+    wait_all_reduces(model)
+
+
+def broadcast_all_updates(model: nn.Module) -> None:
+    """Let every owner's update be published; the next forward anywhere computes with it.
+
+    ``Muon.step`` publishes, so that no call is needed. Idempotent, legal at any point of a step.
+    """
+    runtime_of(model).engine.wait_publishes()
+
+
+def clip_grad_norm_(
+    optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip the global norm of all gradients of ``optimizer``, dedicated and symmetric.
+
+    Each element counts once in the whole job. Gradients are scaled in place, before momentum, by
+    ``max_norm / (norm + 1e-6)`` where that is below 1, as torch does. Collective.
+
+    Args:
+        optimizer: a ``dmuon.Muon``.
+        norm_type: p >= 0; ``inf`` for the largest magnitude.
+
+    Returns:
+        The norm before clipping: 0-dim float32, the same on all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set. On all ranks.
+        ValueError: ``optimizer`` is not a ``dmuon.Muon``.
+    """
+    runtime = getattr(optimizer, "_runtime", None)
+    if not isinstance(runtime, Runtime):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}; clip_grad_norm_ takes the dmuon.Muon."
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite)
+
+
+def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch.Tensor | None:
+    """The same over ``parameters``; None where none of them is dedicated."""
+    dedicated = {id(p.parameter): p for runtime in runtimes() for p in runtime.params}
+    chosen = [dedicated[id(p)] for p in parameters if id(p) in dedicated]
+    if not chosen:
+        return None
+    engine = chosen[0].runtime.engine
+    if any(param.runtime.engine is not engine for param in chosen):
+        raise ValueError("parameters of two dedicated models cannot be clipped by one norm.")
+    engine.wait_reductions()
+    symmetric = [p for p in parameters if id(p) not in dedicated]
+    gradients = _C.GradientSet([param.index for param in chosen], symmetric)
+    norm = _C.gradient_norm(engine, gradients, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm}, so it cannot be clipped. "
+            "To clip anyway, pass error_if_nonfinite=False."
+        )
+    factor = float(max_norm) / (norm + 1e-6)
+    if factor < 1.0 or math.isnan(factor):
+        _C.scale_gradients(engine, gradients, factor)
+    return torch.tensor(norm, dtype=torch.float32)

@@ -1,0 +1,24 @@
+"""Names of parameters and modules, without what wrappers put into them."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
+
+
+def clean(name: str) -> str:
+    """``name`` without the parts that torch.compile and checkpoint wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS[:2])
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(fqn, module, attribute, parameter) for every slot of the model, tied ones once per name."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield clean(join(path, attribute)), module, attribute, parameter

@@ -1,0 +1,283 @@
+"""``dmuon.Muon``: the optimizer of a model with dedicated parameters."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dmuon import _C
+from dmuon.checkpoint import OwnedTensor, owned_tensor
+from dmuon.errors import choice
+from dmuon.names import slots
+from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
+from dmuon.param_groups import check_settings, lower
+from dmuon.runtime import runtime_of
+
+_NONFINITE = {
+    "raise": _C.Nonfinite.raise_,
+    "skip": _C.Nonfinite.skip,
+    "propagate": _C.Nonfinite.propagate,
+}
+_ADJUST_LR = ("match_rms_adamw", "original", "spectral_unclamped")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the dedicated parameters of ``model``, AdamW for all others.
+
+    A ``torch.optim.Optimizer`` in every way: schedulers, step hooks, closures, ``param_groups`` with a
+    live ``lr``. Make it after ``fully_shard``.
+
+    Args:
+        model: given to ``dedicate_params`` before.
+        lr: of Muon; multiplied per matrix by ``adjust_lr``.
+        momentum: in [0, 1); ``buf = momentum * buf + grad``, float32, on the owner alone.
+        weight_decay: of Muon, decoupled: ``W *= 1 - lr * weight_decay``.
+        ns_steps: Newton-Schulz iterations.
+        adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps: as in ``torch.optim.AdamW``.
+        param_groups: ``[{"params": [...], "lr": ..., "group_name": ...}]``; each becomes ``<name>/muon``
+            and ``<name>/adamw``. Keys: ``lr`` (of both) or ``muon_lr`` and ``adamw_lr``, ``momentum``,
+            ``muon_weight_decay``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``.
+        ns_backend: ``"gram"``, ``"direct"`` or a ``dmuon.NewtonSchulz``.
+        nesterov: orthogonalise ``grad + momentum * buf`` instead of ``buf``.
+        replicate_async: publish updates beside the next forward. Bits do not depend on it.
+        tp_distributed_gram, tp_distributed_gram_policy: tensor parallelism only.
+        adjust_lr: ``"match_rms_adamw"`` 0.2 sqrt(max(m, n)), ``"original"`` sqrt(max(1, m/n)) or
+            ``"spectral_unclamped"`` sqrt(m/n), as in ``torch.optim.Muon``, whose ``adjust_lr_fn`` is
+            accepted as a name of it.
+        nonfinite: what a NaN or infinity in any gradient does, agreed by all ranks before anything
+            changes: ``"raise"``, ``"skip"`` the step, or ``"propagate"``.
+
+    Raises:
+        ValueError: no dedicated parameters; a setting out of range; see ``param_groups``.
+    """
+
+    # Read by torch.amp.GradScaler: it hands itself to `step`, which refuses it by name.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | torch.Tensor = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        adamw_lr: float | torch.Tensor = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_weight_decay: float = 0.01,
+        adamw_eps: float = 1e-8,
+        param_groups: Iterable[Mapping] | None = None,
+        ns_backend: str | NewtonSchulz = "gram",
+        nesterov: bool = True,
+        replicate_async: bool = True,
+        tp_distributed_gram: bool = False,
+        tp_distributed_gram_policy: str = "beneficial",
+        adjust_lr: str | None = None,
+        nonfinite: str = "raise",
+        *,
+        adjust_lr_fn: str | None = None,
+    ):
+        choice("tp_distributed_gram_policy", tp_distributed_gram_policy, ("beneficial", "always", "never"))
+        choice("nonfinite", nonfinite, tuple(_NONFINITE))
+        rule = _adjust_lr(adjust_lr, adjust_lr_fn)
+        self._runtime = runtime = runtime_of(model)
+        self._model = weakref.ref(runtime.model())
+        runtime.prepare_for_optimizer()
+        muon = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        adamw = {
+            "lr": adamw_lr,
+            "betas": tuple(adamw_betas),
+            "eps": adamw_eps,
+            "weight_decay": adamw_weight_decay,
+        }
+        names, parameters = self._model_parameters()
+        dedicated = {id(p.parameter) for p in runtime.params}
+        groups = lower(names, dedicated, parameters, param_groups, muon, adamw)
+        super().__init__(groups, {"lr": lr})
+        self._names = names
+        self._ns_options = as_newton_schulz(ns_backend).options(ns_steps)
+        self._muon = _C.Optimizer(
+            engine=runtime.engine,
+            newton_schulz=self._ns_options,
+            adjust_lr=getattr(_C.AdjustLr, rule),
+            nesterov=bool(nesterov),
+            nonfinite=_NONFINITE[nonfinite],
+            groups=[0] * len(runtime.params),
+        )
+        self._symmetric = _C.SymmetricGradients()
+        self._read_groups()
+        self._place_state()
+        runtime.optimizer = weakref.ref(self)
+
+    def _model_parameters(self) -> tuple[dict[int, str], list[torch.Tensor]]:
+        names: dict[int, str] = {}
+        parameters = []
+        for name, _, _, parameter in slots(self._model()):
+            if id(parameter) not in names:
+                names[id(parameter)] = name
+                parameters.append(parameter)
+        return names, parameters
+
+    def _read_groups(self) -> None:
+        """Which group each parameter is in, after groups were made or added."""
+        by_id = {id(p.parameter): p.index for p in self._runtime.params}
+        of_matrix = [0] * len(by_id)
+        self._muon_groups = [g for g in self.param_groups if g.get("route") == "muon"]
+        for i, group in enumerate(self._muon_groups):
+            for parameter in group["params"]:
+                of_matrix[by_id[id(parameter)]] = i
+        self._muon.set_groups(of_matrix)
+        self._adamw = _AdamW([g for g in self.param_groups if g.get("route") != "muon"], self.state)
+        self._symmetric.names = [self._names.get(id(p), "?") for p in self._adamw.parameters]
+
+    def _place_state(self) -> None:
+        """The owner's momentum is the engine's own memory; elsewhere its name and shape."""
+        for param in self._runtime.params:
+            momentum = self._muon.momentum(param.index)
+            if momentum is None:
+                name = f"{param.param_name}.momentum_buffer"
+                momentum = owned_tensor(param, name, torch.float32)
+            self.state[param.parameter] = {"momentum_buffer": momentum}
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "_muon"):
+            raise ValueError(
+                "dmuon.Muon trains every parameter of its model from the start; there is none to add. "
+                "Give all groups as param_groups=."
+            )
+
+    def step(self, closure=None, *, grad_scaler=None):
+        """Update every parameter that has a gradient on any rank. Collective.
+
+        Waits for reductions, runs Newton-Schulz on the owners and AdamW on every rank, and publishes.
+        A step in which no rank has a gradient changes nothing.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: a gradient is not finite (``nonfinite="raise"``), or ranks ran different
+                passes. On all ranks, with the same text; nothing has changed.
+        """
+        if grad_scaler is not None:
+            raise RuntimeError(_NO_GRAD_SCALER)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._runtime.prepare_for_optimizer()
+        with torch.no_grad():
+            settings = [self._checked(group) for group in self._muon_groups]
+            _C.read_symmetric(self._symmetric, self._adamw.parameters)
+            if self._muon.step(settings, self._symmetric):
+                self._adamw.step()
+        self._runtime.after_step()
+        return loss
+
+    @staticmethod
+    def _checked(group: dict) -> "_C.GroupSettings":
+        lr, momentum, weight_decay = float(group["lr"]), group["momentum"], group["weight_decay"]
+        if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
+            check_settings(group["group_name"], group)
+        return _C.GroupSettings(lr, momentum, weight_decay)
+
+    def state_dict(self) -> dict:
+        """As torch's. A momentum that lies on another rank is an ``OwnedTensor``: it cannot be read or
+        saved here, so that nothing is silently missing. Local."""
+        self._runtime.engine.wait_reductions()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As torch's. Each owner takes its momenta; an ``OwnedTensor`` is fine where this rank does not
+        own it.
+
+        Raises:
+            ValueError: a momentum has another shape, or is missing on its owner.
+        """
+        momenta = self._momenta_in(state_dict)
+        rest = {key: value for key, value in state_dict["state"].items() if key not in momenta}
+        super().load_state_dict({**state_dict, "state": rest})
+        for param, value in momenta.values():
+            if param.is_owner:
+                self._muon.momentum(param.index).copy_(value)
+        self._read_groups()
+        self._place_state()
+
+    def _momenta_in(self, state_dict: dict) -> dict:
+        """Index in the state dict -> (parameter, momentum), checked before anything is loaded."""
+        mine = [p for group in self.param_groups for p in group["params"]]
+        theirs = [i for group in state_dict["param_groups"] for i in group["params"]]
+        by_id = {id(p.parameter): p for p in self._runtime.params}
+        momenta = {}
+        for parameter, i in zip(mine, theirs):
+            param = by_id.get(id(parameter))
+            if param is None or i not in state_dict["state"]:
+                continue
+            value = state_dict["state"][i].get("momentum_buffer")
+            if value is None or tuple(value.shape) != tuple(param.full_shape):
+                given = "missing" if value is None else f"of shape {tuple(value.shape)}"
+                raise ValueError(
+                    f"momentum_buffer of {param.param_name!r} is {given}; it must have "
+                    f"{tuple(param.full_shape)}."
+                )
+            if param.is_owner and isinstance(value, OwnedTensor):
+                raise ValueError(f"{value!r} was saved on a rank that did not own it.")
+            momenta[i] = (param, value)
+        return momenta
+
+
+_NO_GRAD_SCALER = (
+    "dmuon.Muon does not take torch.amp.GradScaler: it sees only this rank's part of the gradients. "
+    "Train in bfloat16, which needs no loss scaling, and step the optimizer directly."
+)
+
+
+def _adjust_lr(adjust_lr: str | None, adjust_lr_fn: str | None) -> str:
+    if adjust_lr is not None and adjust_lr_fn is not None and adjust_lr != adjust_lr_fn:
+        raise ValueError(
+            f"adjust_lr is {adjust_lr!r} and adjust_lr_fn {adjust_lr_fn!r}; they are two names of one "
+            "setting. Give one."
+        )
+    rule = adjust_lr or adjust_lr_fn or "match_rms_adamw"
+    choice("adjust_lr", rule, _ADJUST_LR)
+    return rule
+
+
+class _AdamW:
+    """torch's AdamW over the optimizer's own groups and state. Sharded and plain parameters of a
+    group go separately: torch does not mix them in one operation."""
+
+    _FLAGS = {
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+    }
+
+    def __init__(self, groups: list[dict], state):
+        self._parts = []
+        for group in groups:
+            for flag, value in self._FLAGS.items():
+                group.setdefault(flag, value)
+            sharded = [p for p in group["params"] if isinstance(p, DTensor)]
+            plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+            self._parts += [(group, part) for part in (sharded, plain) if part]
+        self.parameters = [p for _, part in self._parts for p in part]
+        self._inner = torch.optim.AdamW(self.parameters) if self.parameters else None
+        if self._inner is not None:
+            self._inner.state = state
+
+    def step(self) -> None:
+        if self._inner is None:
+            return
+        self._inner.param_groups = [
+            {**group, "params": part, "decoupled_weight_decay": True} for group, part in self._parts
+        ]
+        self._inner.step()

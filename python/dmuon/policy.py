@@ -1,0 +1,124 @@
+"""Per-parameter policy: route, dtypes and how a weight of more than two dims is a matrix."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import nn
+
+from dmuon.errors import choice, nearest
+
+ROUTES = ("muon", "adamw", "sharded_adamw")
+VIEWS = ("flatten", "batch")
+
+
+@dataclass(frozen=True)
+class ParamPolicy:
+    """What ``param_policy`` may set for a parameter; ``None`` takes the default of the runtime."""
+
+    route: str = "muon"
+    view: str | None = None
+    param_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool | None = None
+    master_dtype: torch.dtype | None = None
+    optim_dtype: torch.dtype | None = None
+
+
+_KEYS = tuple(field.name for field in fields(ParamPolicy))
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _checked(where: str, values: Mapping) -> dict:
+    """``values`` as keywords of ``ParamPolicy``; dtypes may be names."""
+    checked = {}
+    for key, value in values.items():
+        if key not in _KEYS:
+            raise ValueError(f"{where} has {key!r}, {nearest(key, _KEYS)}")
+        if key == "route":
+            choice(f"{where}['route']", value, ROUTES)
+        elif key == "view":
+            choice(f"{where}['view']", value, VIEWS)
+        elif key.endswith("dtype"):
+            value = _dtype(f"{where}[{key!r}]", value)
+        checked[key] = value
+    return checked
+
+
+def _dtype(where: str, value) -> torch.dtype | None:
+    if isinstance(value, str):
+        value = getattr(torch, value.removeprefix("torch."), value)
+    if value is not None and value not in _FLOATS:
+        raise ValueError(f"{where} is {value!r}; it must be one of {', '.join(map(str, _FLOATS))}.")
+    return value
+
+
+class PolicyTable:
+    """``param_policy`` read once: defaults, then overrides in order; the later one wins."""
+
+    def __init__(self, param_policy: Mapping | None, compute_dtype: torch.dtype | None):
+        given = dict(param_policy or {})
+        unknown = [key for key in given if key not in ("defaults", "overrides")]
+        if unknown:
+            raise ValueError(
+                f"param_policy has {unknown[0]!r}, {nearest(unknown[0], ('defaults', 'overrides'))}"
+            )
+        defaults = _checked("param_policy['defaults']", given.get("defaults") or {})
+        if compute_dtype is not None:
+            defaults.setdefault("param_dtype", _dtype("compute_dtype", compute_dtype))
+        self._defaults = ParamPolicy(**defaults)
+        self._overrides = [
+            self._override(i, entry) for i, entry in enumerate(given.get("overrides") or [])
+        ]
+        self._matched = [False] * len(self._overrides)
+
+    @staticmethod
+    def _override(i: int, entry: Mapping) -> tuple[tuple[str, ...], dict]:
+        where = f"param_policy['overrides'][{i}]"
+        if not isinstance(entry, Mapping) or set(entry) != {"name", "set"}:
+            raise ValueError(f"{where} is {entry!r}; it must have the keys 'name' and 'set'.")
+        names = (entry["name"],) if isinstance(entry["name"], str) else tuple(entry["name"])
+        return names, _checked(f"{where}['set']", entry["set"])
+
+    def of(self, name: str) -> ParamPolicy:
+        policy = self._defaults
+        for i, (substrings, values) in enumerate(self._overrides):
+            if any(substring in name for substring in substrings):
+                self._matched[i] = True
+                policy = replace(policy, **values)
+        return policy
+
+    def check_all_matched(self) -> None:
+        for matched, (substrings, _) in zip(self._matched, self._overrides, strict=True):
+            if not matched:
+                raise ValueError(
+                    f"the param_policy override for {list(substrings)} matches no dedicated "
+                    "parameter. Correct its name, or remove it."
+                )
+
+
+def matrix_view(
+    name: str, module: nn.Module, shape: torch.Size, view: str | None
+) -> tuple[int, int, int]:
+    """``(batch, rows, cols)`` in which Newton-Schulz sees a weight."""
+    if len(shape) < 2:
+        raise ValueError(
+            f"parameter {name!r} has {len(shape)} dim(s), {tuple(shape)}; Muon orthogonalises "
+            "matrices. Leave it out of the predicate: AdamW trains it."
+        )
+    if len(shape) == 2:
+        return 1, shape[0], shape[1]
+    if view is None and isinstance(module, nn.modules.conv._ConvNd):
+        view = "flatten"
+    if view is None and len(shape) == 3:
+        view = "batch"
+    if view is None:
+        raise ValueError(
+            f"parameter {name!r} has shape {tuple(shape)} and no view rule. Say how it is a matrix: "
+            f"param_policy={{'overrides': [{{'name': {name!r}, 'set': {{'view': 'flatten'}}}}]}} "
+            "(rows = dim 0) or 'batch' (leading dims are a batch of matrices)."
+        )
+    if view == "flatten":
+        return 1, shape[0], shape[1:].numel()
+    return shape[:-2].numel(), shape[-2], shape[-1]

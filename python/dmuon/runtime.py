@@ -1,0 +1,206 @@
+"""What a model under dmuon has: the engine, its parameters, its hooks."""
+
+import warnings
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from dmuon import _C, fsdp2
+from dmuon.collect import Chosen
+from dmuon.errors import listed
+
+# The model given to dedicate_params -> its Runtime.
+_runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class DedicatedParam:
+    """One dedicated parameter, as ``get_owned_params`` and ``get_dedicated_params`` give it."""
+
+    runtime: "Runtime" = field(repr=False)
+    index: int  # in the plan
+    param_name: str
+    names: tuple[str, ...]  # all of them, where it is tied
+    unit: str
+    route: str
+    owner_rank: int  # as dist.get_rank() counts
+    full_shape: torch.Size
+    dtype: torch.dtype
+    slots: list[tuple[nn.Module, str]] = field(repr=False)
+    policy: object = field(repr=False)
+    shard_dim: int | None = None
+    tp_group: object = None
+
+    @property
+    def fqn(self) -> str:
+        return self.param_name
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        """The shape on this tensor-parallel rank."""
+        return self.full_shape
+
+    @property
+    def numel(self) -> int:
+        return self.full_shape.numel()
+
+    @property
+    def is_owner(self) -> bool:
+        return self.owner_rank == self.runtime.global_rank
+
+    @property
+    def is_tp_owner(self) -> bool:
+        return self.is_owner
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, attribute = self.slots[0]
+        return module._parameters[attribute]
+
+    @property
+    def _owned_data(self) -> torch.Tensor | None:
+        """The owner's weight in float32 (a view of what the optimizer updates), elsewhere None."""
+        self.runtime.engine.wait_publishes()
+        return self.runtime.engine.master(self.index)
+
+
+class Runtime:
+    """One model under dmuon. Made by ``dedicate_params``."""
+
+    def __init__(self, model: nn.Module, chosen: list[Chosen], plan, global_ranks: list[int]):
+        self.model = weakref.ref(model)
+        self.plan = plan
+        self.global_ranks = global_ranks
+        self.global_rank = torch.distributed.get_rank()
+        self.params = [self._param(i, c) for i, c in enumerate(chosen)]
+        self.engine: _C.Engine = None
+        self.adapter: _C.Fsdp2Adapter = None
+        self.ring: _C.FlightRing = None
+        self.optimizer = lambda: None  # a weak reference to the Muon that trains this model
+        self.boundary_hooks: list = []
+        self.settled = False
+        self.no_sync_depth = 0
+
+    def _param(self, index: int, c: Chosen) -> DedicatedParam:
+        return DedicatedParam(
+            runtime=self,
+            index=index,
+            param_name=c.name,
+            names=tuple(c.names),
+            unit=c.unit or "root",
+            route=c.policy.route,
+            owner_rank=self.global_ranks[self.plan.owners[index]],
+            full_shape=c.parameter.shape,
+            dtype=c.parameter.dtype,
+            slots=c.slots,
+            policy=c.policy,
+        )
+
+    def adopt(self) -> None:
+        """Takes over the parameters that the slots hold now: at setup, and again where to_empty or a
+        conversion has made new ones."""
+        for param in self.params:
+            current = param.parameter
+            for module, attribute in param.slots[1:]:
+                module._parameters[attribute] = current
+            self.engine.adopt(param.index, current)
+            current._dedicated_owner_rank = param.owner_rank
+        for hook in self.boundary_hooks:
+            hook.refresh()
+
+    def settle(self) -> None:
+        """Before the first forward or step: what FSDP2 was told is known now."""
+        fsdp2.settle(self)
+        self.adopt_new()
+        self.settled = True
+
+    def adopt_new(self) -> None:
+        """Adopts parameters that were on the meta device, or were replaced by to_empty, by now."""
+        if any(not self.engine.adopted(self.engine.unit_of(p.index)) for p in self.params):
+            self.adopt()
+
+    def prepare_for_optimizer(self) -> None:
+        """Raises ValueError where weights are still on the meta device."""
+        if not self.settled:
+            self.settle()
+        meta = [p.param_name for p in self.params if p.parameter.is_meta]
+        if meta:
+            raise ValueError(
+                f"{listed(meta)} are on the meta device. Call model.to_empty(device=...) and initialise "
+                "the model before dmuon.Muon."
+            )
+
+    def after_step(self) -> None:
+        """The first step without a single dedicated gradient is most often a mistake."""
+        counters = self.engine.counters()
+        if counters["steps"] == 1 and not self.optimizer()._muon.ns_calls() and self._owned_trainable():
+            warnings.warn(
+                "the first step had no gradient for any dedicated parameter of this rank. Likely causes: "
+                "step() before backward(), a loss that does not depend on them, or their module called "
+                "as module.forward(x) instead of module(x).",
+                stacklevel=3,
+            )
+
+    def _owned_trainable(self) -> bool:
+        return any(p.is_owner and p.parameter.requires_grad for p in self.params)
+
+    def set_value(self, param: DedicatedParam, value: torch.Tensor) -> None:
+        """Gives a parameter a new value. Every rank must call it; the owner's value counts."""
+        if param.parameter.is_meta:
+            raise ValueError(f"{param.param_name!r} is on the meta device; call to_empty first.")
+        self.adopt_new()
+        self.engine.set_value(param.index, value.detach())
+
+    def slot_replaced(self, boundary) -> None:
+        """A slot of the boundary holds another object than ours."""
+        for param in boundary.params:
+            fsdp2.check_slot(param)
+        raise ValueError(
+            f"a dedicated parameter of module {boundary.path!r} was replaced after dedicate_params "
+            f"(one of {listed([p.param_name for p in boundary.params])}). Replace parameters before "
+            "dedicate_params; to set values use load_state_dict."
+        )
+
+    def find(self, parameter) -> DedicatedParam | None:
+        return next((p for p in self.params if p.parameter is parameter), None)
+
+
+def register(model: nn.Module, runtime: Runtime) -> None:
+    _runtimes[model] = runtime
+
+
+def runtimes() -> list[Runtime]:
+    return list(_runtimes.values())
+
+
+def runtime_of(model, *, optional: bool = False) -> Runtime | None:
+    """The runtime of ``model``, or of a wrapper's inner module, or of a part of it.
+
+    Raises:
+        ValueError: there is none, or the model holds several.
+    """
+    module = getattr(model, "module", model) if not isinstance(model, nn.Module) else model
+    while isinstance(module, nn.Module) and module not in _runtimes:
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        module = inner
+    if isinstance(module, nn.Module):
+        if module in _runtimes:
+            return _runtimes[module]
+        found = [_runtimes[m] for m in module.modules() if m in _runtimes]
+        if len(found) == 1:
+            return found[0]
+        if len(found) > 1:
+            raise ValueError(
+                "this model holds several parts that were dedicated one by one. Call dedicate_params "
+                "once, on the whole model."
+            )
+    if optional:
+        return None
+    raise ValueError(
+        f"this {type(model).__name__} has no dedicated parameters. Call "
+        "dmuon.dedicate_params(model, mesh, predicate) first, before fully_shard."
+    )

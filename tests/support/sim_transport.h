@@ -1,0 +1,64 @@
+// Many ranks as threads of one process, without c10d: a Transport that can delay, reorder and fail
+// operations, and that checks what no real backend checks: that all ranks agree on each operation.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/error.h"
+#include "engine/flight_ring.h"
+#include "engine/transport.h"
+
+namespace dmuon::testing {
+
+// Thrown on a rank that was waiting for one that failed, left or aborted.
+struct PeerFailure : RuntimeFailure {
+  using RuntimeFailure::RuntimeFailure;
+};
+
+struct SimOperation {
+  std::string group;
+  int64_t index = 0;  // within the group
+  std::string what;   // operation, unit, roots, sizes: the same on every rank
+};
+
+// Ranks that disagree on the n-th operation of a group all throw RuntimeFailure naming both sides.
+// A rank whose transport is destroyed frees those that wait for it (they throw PeerFailure), and so
+// does abort(). Thread-safe. Set delays and failures before the ranks run.
+class SimWorld {
+ public:
+  explicit SimWorld(int size);
+  ~SimWorld();
+
+  int size() const;
+
+  // The transport of one rank of one group. Groups come into being when first named.
+  std::unique_ptr<Transport> transport(int rank, const std::string& name = "main",
+                                       FlightRing* ring = nullptr);
+
+  // Every rank arrives late at that operation; or only `rank`.
+  void delay(const std::string& group, int64_t index, std::chrono::microseconds by, int rank = -1);
+
+  // The rank throws RuntimeFailure(message) instead of taking part in its nth operation.
+  void fail(int rank, int64_t nth, const std::string& message, const std::string& group = "main");
+
+  // Small random delays before every operation, from this seed: interleavings differ.
+  void reorder(uint64_t seed);
+
+  // What has been carried out so far, by any group, in the order of completion.
+  std::vector<SimOperation> log() const;
+
+  struct State;
+
+ private:
+  const std::shared_ptr<State> state_;
+};
+
+// Runs `body` once per rank, each on its own thread, and rethrows the first failure that is not
+// only the echo of another rank's. Transports made by `body` free the other ranks as they go.
+void run_ranks(int size, const std::function<void(int rank)>& body);
+
+}  // namespace dmuon::testing
