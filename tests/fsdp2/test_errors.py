@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.support.models import Bare, Net, in_blocks, shard
+from tests.support.models import INPUTS, Bare, Net, in_blocks, shard
 from tests.support.parity import (
     Run,
     assert_all_raise,
@@ -421,7 +421,7 @@ def check_stolen(rank, world_size):
     shard(model, mesh, ignored_params=set())
     dmuon.install_patch()
     assert_all_raise(
-        lambda: model(torch.randn(3, 11)), "ValueError", "blocks.0.up.weight", "ignored_params"
+        lambda: model(torch.randn(3, INPUTS)), "ValueError", "blocks.0.up.weight", "ignored_params"
     )
 
 
@@ -473,7 +473,7 @@ def check_cast(rank, world_size):
 
     def cast_and_train():
         run.model.double()
-        run.model(torch.randn(3, 11, dtype=torch.float64)).sum().backward()
+        run.model(torch.randn(3, INPUTS, dtype=torch.float64)).sum().backward()
         run.optimizer.step()
 
     assert_all_raise(cast_and_train, "ValueError", "blocks.")
@@ -566,7 +566,7 @@ def check_copies(rank, world_size):
     dmuon.dedicate_params(model, mesh, predicate=in_blocks)
     for make_copy in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
         with pytest.raises((RuntimeError, ValueError, TypeError), match="dmuon"):
-            make_copy(model)(torch.randn(3, 11))
+            make_copy(model)(torch.randn(3, INPUTS))
     shard(model, mesh)
     three_steps(Run(model, dmuon.Muon(model), [rank], world_size, managed=True))
 

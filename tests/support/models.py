@@ -4,20 +4,30 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-INPUTS, OUTPUTS = 11, 5
+INPUTS, OUTPUTS = 24, 20  # more than the dims, so that every gradient has full rank
 
 
 class Block(nn.Module):
-    """LayerNorm, two Linears with bias, a residual: two matrices of odd sizes."""
+    """A norm, two Linears with bias, a residual: two matrices of odd sizes.
+
+    RMSNorm: behind a LayerNorm every gradient of `up` has an exact null direction, whose rounding
+    noise Newton-Schulz amplifies. `NormedBlock` has that.
+    """
 
     def __init__(self, dim, hidden):
         super().__init__()
-        self.norm = nn.LayerNorm(dim)
+        self.norm = nn.RMSNorm(dim)
         self.up = nn.Linear(dim, hidden)
         self.down = nn.Linear(hidden, dim)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class NormedBlock(Block):
+    def __init__(self, dim, hidden):
+        super().__init__(dim, hidden)
+        self.norm = nn.LayerNorm(dim)
 
 
 class Bare(nn.Module):

@@ -52,6 +52,21 @@ def newton_schulz(g, steps=5, coefficients=POLAR_EXPRESS):
     return x.T if g.shape[0] > g.shape[1] else x
 
 
+def gram_newton_schulz(g, steps=5, coefficients=POLAR_EXPRESS, restart=2):
+    """The same polynomial on the Gram matrix, rebuilt from `x` before step `restart`."""
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / x.abs().max()
+    x = x / x.norm()
+    for first, last in ((0, min(restart, steps)), (restart, steps)):
+        gram, factor = x @ x.T, torch.eye(x.shape[0], dtype=x.dtype)
+        for step in range(first, last):
+            a, b, c = row(coefficients, step)
+            m = a * torch.eye(x.shape[0], dtype=x.dtype) + b * gram + c * gram @ gram
+            factor, gram = m @ factor, m @ gram @ m
+        x = factor @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
 def adjusted_lr(lr, rows, cols, rule):
     if rule == "match_rms_adamw":
         return lr * 0.2 * math.sqrt(max(rows, cols))
@@ -90,6 +105,7 @@ class Oracle(torch.optim.Optimizer):
         adjust_lr="match_rms_adamw",
         coefficients=POLAR_EXPRESS,
         views=None,
+        ns_backend="direct",
     ):
         named = dict(model.named_parameters())
         views = views or {}
@@ -97,6 +113,7 @@ class Oracle(torch.optim.Optimizer):
             named[n]: views.get(n, "flatten" if p.ndim == 4 else "batch") for n, p in named.items()
         }
         self.ns_steps, self.adjust_lr, self.coefficients = ns_steps, adjust_lr, coefficients
+        self.orthogonalise = newton_schulz if ns_backend == "direct" else gram_newton_schulz
         self.ns_calls = 0
         groups = [
             dict(
@@ -143,7 +160,7 @@ class Oracle(torch.optim.Optimizer):
             as_matrices(p, self.views[p]), as_matrices(update, self.views[p]), strict=True
         ):
             lr = adjusted_lr(float(group["lr"]), *w.shape, self.adjust_lr)
-            w.sub_(lr * newton_schulz(u, self.ns_steps, self.coefficients))
+            w.sub_(lr * self.orthogonalise(u, self.ns_steps, self.coefficients))
 
     def _adamw(self, p, group):
         state = self.state[p]

@@ -116,10 +116,10 @@ def check_parity(
     mean_losses = total(run.losses) if run.losses else None
     if rank == 0:
         known = {k: v for k, v in muon.items() if k not in ("replicate_async", "ns_backend")}
-        exact, single = (
-            _oracle_run(copy.deepcopy(plain).to(dtype), chosen, world_size, known | oracle)
-            for dtype in (torch.float64, torch.float32)
-        )
+        known |= oracle
+        exact = _oracle_run(copy.deepcopy(plain).double(), chosen, world_size, known)
+        known |= {"ns_backend": muon.get("ns_backend", "gram")}
+        single = _oracle_run(copy.deepcopy(plain), chosen, world_size, known)
         for reference in (exact, single):
             _run(reference, script, prepare)
         _compare(weights, exact, single)

@@ -57,10 +57,14 @@ def _answer(rank, world_size, module, qualname, args):
 
 
 def _clean():
-    """Frees what the task left: reference cycles first, then its process groups, on all ranks."""
+    """Frees what the task left: reference cycles first, then its process groups, on all ranks.
+
+    Those of dmuon stay: it makes them once per set of ranks and uses them for every model.
+    """
     gc.collect()
     dist.barrier()
     world = dist.distributed_c10d._world
     for group in [g for g in world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
+        if not group.group_desc.startswith("dmuon"):
+            dist.destroy_process_group(group)
     torch.set_default_dtype(torch.float32)

@@ -21,7 +21,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_S = 3.0  # how long the other ranks may still report after the first failure
+PATIENCE = float(os.environ.get("DMUON_TEST_PATIENCE", "1"))  # factor of every time limit
+GRACE_S = 3.0 * PATIENCE  # how long the other ranks may still report after the first failure
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 PRELOAD = [
     "torch",
@@ -60,7 +61,7 @@ def run_fresh(script, world_size, limit_s=90.0):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.py")
         path.write_text(script)
-        return _run_scripts(path, world_size, time.monotonic() + limit_s)
+        return _run_scripts(path, world_size, time.monotonic() + limit_s * PATIENCE)
 
 
 def _run_scripts(path, world_size, deadline):
@@ -127,12 +128,12 @@ class Pool:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        self._collect(time.monotonic() + 60.0, "start")
+        self._collect(time.monotonic() + 60.0 * PATIENCE, "start")
 
     def call(self, task, limit_s):
         for pipe in self.pipes:
             pipe.send(task)
-        return self._collect(time.monotonic() + limit_s, f"{task[0]}.{task[1]}")
+        return self._collect(time.monotonic() + limit_s * PATIENCE, f"{task[0]}.{task[1]}")
 
     def kill(self):
         for process in self.processes:

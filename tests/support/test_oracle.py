@@ -2,13 +2,26 @@ import copy
 
 import torch
 
-from tests.support.oracle import JORDAN, POLAR_EXPRESS, Oracle, newton_schulz, relative_error
+from tests.support.oracle import (
+    JORDAN,
+    POLAR_EXPRESS,
+    Oracle,
+    gram_newton_schulz,
+    newton_schulz,
+    relative_error,
+)
 
 
 def test_moves_every_singular_value_close_to_one():
     x = newton_schulz(torch.randn(24, 40, dtype=torch.float64))
     values = torch.linalg.svdvals(x)
     assert values.min() > 0.8 and values.max() < 1.2
+
+
+def test_the_gram_form_is_the_same_polynomial():
+    for shape, steps in (((24, 40), 5), ((40, 24), 7), ((9, 9), 2)):
+        g = torch.randn(*shape, dtype=torch.float64)
+        assert relative_error(gram_newton_schulz(g, steps), newton_schulz(g, steps)) < 1e-12
 
 
 def test_is_symmetric_under_transposition_and_free_of_scale():
