@@ -119,7 +119,8 @@ std::string difference_message(const Table& table, int size) {
   int differing = 0;
   for (const auto& [name, details] : table) {
     std::vector<int> having;
-    for (const auto& [detail, ranks] : details) having.insert(having.end(), ranks.begin(), ranks.end());
+    for (const auto& [detail, ranks] : details)
+      having.insert(having.end(), ranks.begin(), ranks.end());
     const bool missing = static_cast<int>(having.size()) < size;
     if (!missing && details.size() == 1) continue;
     if (++differing > kListed) continue;
@@ -134,7 +135,8 @@ std::string difference_message(const Table& table, int size) {
   }
   if (differing > kListed) text += message("\n  and ", differing - kListed, " more");
   return text +
-         "\nMake the predicate a function of name, shape and dtype only, and build the same model on "
+         "\nMake the predicate a function of name, shape and dtype only, and build the same model "
+         "on "
          "every rank.";
 }
 

@@ -13,7 +13,8 @@ namespace {
 
 using torch::autograd::variable_list;
 // shared_ptr up to torch 2.12, intrusive_ptr since: never spelled out.
-using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+using NodePtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 struct PreHook final : torch::autograd::FunctionPreHook {
   explicit PreHook(std::function<void()> f) : f(std::move(f)) {}

@@ -107,8 +107,8 @@ void Engine::issue(UnitRuntime& unit) {
   ++counters_.reductions;
   note(2 * u + 1);
   unit.reduction =
-      std::make_unique<Reduction>(unit.store, std::move(gradients), config_.adapter->reduce_dtype(u),
-                                  config_.adapter->divisor(u));
+      std::make_unique<Reduction>(unit.store, std::move(gradients),
+                                  config_.adapter->reduce_dtype(u), config_.adapter->divisor(u));
   unit.reduced = channels_.reduce_lane->submit(
       [this, reduction = unit.reduction.get()] { reduction->run(*channels_.reduce); });
 }
@@ -133,8 +133,10 @@ void Engine::collect(UnitRuntime& unit) {
   for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
     const at::Tensor result = unit.reduction->result(s);
     if (!result.defined()) continue;
-    if (slots[s].reduced.defined()) slots[s].reduced.add_(result);
-    else slots[s].reduced = result;
+    if (slots[s].reduced.defined())
+      slots[s].reduced.add_(result);
+    else
+      slots[s].reduced = result;
   }
   unit.reduction.reset();
 }
@@ -180,10 +182,12 @@ void Engine::arm_late(UnitRuntime& unit, int s) {
   auto& slot = unit.store.slots()[s];
   const at::Tensor fresh = slot.parameter.mutable_grad();
   if (fresh.is_same(slot.shown_grad)) {
-    throw ConfigError(message(
-        "unit '", unit.store.name(), "': no tensor was found in the output of its forward, so a "
-        "second backward before zero_grad() cannot be kept apart from the first. Return the tensors "
-        "in a tuple, list, dict or dataclass, or call zero_grad() between the two."));
+    throw ConfigError(
+        message("unit '", unit.store.name(),
+                "': no tensor was found in the output of its forward, so a "
+                "second backward before zero_grad() cannot be kept apart from the first. Return "
+                "the tensors "
+                "in a tuple, list, dict or dataclass, or call zero_grad() between the two."));
   }
   slot.parameter.mutable_grad() = at::Tensor();
   arm(unit);

@@ -20,7 +20,8 @@ class FlatBuffer {
   bool defined() const { return flat_.defined(); }
   int64_t nbytes() const { return nbytes_; }
 
-  // The whole buffer, 1-D. Its version counter is its own: writing through it is unseen by autograd.
+  // The whole buffer, 1-D. Its version counter is its own: writing through it is unseen by
+  // autograd.
   const at::Tensor& flat() const { return flat_; }
   // To be made while it is allocated; it stays valid afterwards.
   at::Tensor view(int64_t offset, at::IntArrayRef sizes) const;

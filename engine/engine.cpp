@@ -55,7 +55,8 @@ void Engine::advance(UnitRuntime& unit, UnitCall call) {
 }
 
 void Engine::note(int64_t event) {
-  sequence_ = static_cast<int64_t>(static_cast<uint64_t>(sequence_) * 0x9e3779b97f4a7c15 + event + 1);
+  sequence_ =
+      static_cast<int64_t>(static_cast<uint64_t>(sequence_) * 0x9e3779b97f4a7c15 + event + 1);
 }
 
 int64_t Engine::take_sequence_hash() { return std::exchange(sequence_, 0); }
@@ -84,7 +85,8 @@ void Engine::enter(int boundary) {
 // After zero_grad nobody else holds the old gradients.
 void Engine::forget_cleared(UnitRuntime& unit) {
   for (auto& slot : unit.store.slots()) {
-    if (!slot.parameter.grad().defined()) slot.reduced = slot.local = slot.shown_grad = at::Tensor();
+    if (!slot.parameter.grad().defined())
+      slot.reduced = slot.local = slot.shown_grad = at::Tensor();
   }
 }
 
@@ -151,7 +153,8 @@ void Engine::watch(UnitRuntime& unit) {
 
 void Engine::begin_step() {
   if (graph_task_id() >= 0) {
-    throw ConfigError("optimizer.step() was called inside a backward pass. Call it after backward().");
+    throw ConfigError(
+        "optimizer.step() was called inside a backward pass. Call it after backward().");
   }
   if (in_pass_) reset();
   wait_reductions();

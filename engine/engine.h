@@ -47,7 +47,7 @@ struct Counters {
   int64_t materialisations = 0;  // of a unit
   int64_t reductions = 0;
   int64_t sent_bytes_last_step = 0;  // this rank's, since the step before
-  int64_t aborted_passes = 0;  // backward passes that ended with an exception
+  int64_t aborted_passes = 0;        // backward passes that ended with an exception
   int64_t reduce_wait_us = 0;        // the training thread waited for reductions this long
 };
 
@@ -86,7 +86,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // gradient in the units that the pass had reached.
   void reset();
 
-  // For the optimizer. `begin_step` waits for everything in flight; between the two no unit is whole.
+  // For the optimizer. `begin_step` waits for everything in flight; between the two no unit is
+  // whole.
   void begin_step();
   // The owners have changed the unit's weights, this rank's own ones if `owned`.
   void publish(int unit, bool owned);
@@ -140,8 +141,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Place> places_;
   Counters counters_;
 
-  bool in_pass_ = false;               // between the first hook of a backward pass and its end
-  std::vector<int32_t> pass_order_;    // units to reduce in this pass
+  bool in_pass_ = false;             // between the first hook of a backward pass and its end
+  std::vector<int32_t> pass_order_;  // units to reduce in this pass
   size_t pass_next_ = 0;
   int64_t sequence_ = 0;
   int64_t bytes_at_step_ = 0;

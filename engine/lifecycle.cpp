@@ -50,13 +50,13 @@ std::string legal_states(UnitCall call) {
 }  // namespace
 
 const char* to_string(UnitState state) {
-  constexpr std::array names{"idle",    "forward",  "backward",   "reduced",
+  constexpr std::array names{"idle",     "forward",    "backward", "reduced",
                              "stepping", "publishing", "failed"};
   return names[static_cast<int>(state)];
 }
 
 const char* to_string(UnitCall call) {
-  constexpr std::array names{"enter", "leave",  "pre_backward", "reduce", "step",
+  constexpr std::array names{"enter",   "leave",  "pre_backward", "reduce", "step",
                              "publish", "finish", "reset",        "fail"};
   return names[static_cast<int>(call)];
 }

@@ -96,7 +96,8 @@ int64_t Optimizer::find_nonfinite(const SymmetricGradients& symmetric) const {
 void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const {
   if (verdict.failed) {
     throw ConfigError(
-        "step() after backward passes under no_sync whose gradients were never reduced. Run the last "
+        "step() after backward passes under no_sync whose gradients were never reduced. Run the "
+        "last "
         "micro-batch's backward outside of no_sync, or call zero_grad() to drop them.");
   }
   if (verdict.sequence_differs) {
@@ -112,11 +113,12 @@ void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symm
   if (!verdict.nonfinite || config_.nonfinite != Nonfinite::raise) return;
   const size_t index = static_cast<size_t>(verdict.nonfinite - 1);
   const auto& matrices = engine_->plan().matrices;
-  const std::string name = index < matrices.size() ? matrices[index].name
-                                                   : symmetric.names[index - matrices.size()];
-  throw RuntimeFailure(message("the gradient of '", name,
-                               "' is not finite. Nothing was updated. Lower the learning rate or clip, "
-                               "or choose nonfinite=\"skip\" or \"propagate\"."));
+  const std::string name =
+      index < matrices.size() ? matrices[index].name : symmetric.names[index - matrices.size()];
+  throw RuntimeFailure(
+      message("the gradient of '", name,
+              "' is not finite. Nothing was updated. Lower the learning rate or clip, "
+              "or choose nonfinite=\"skip\" or \"propagate\"."));
 }
 
 void Optimizer::update_unit(int unit, const std::vector<GroupSettings>& groups) {

@@ -44,8 +44,8 @@ class Optimizer {
   // Collective. Waits for reductions, agrees with all ranks, then updates and publishes. Returns
   // whether the rest of the step is to go on: false where no rank has a gradient, or where a
   // non-finite one is skipped; then nothing has changed. Throws the same error on every rank, and
-  // changes nothing, where a gradient is not finite (Nonfinite::raise), ranks ran different passes or
-  // have different settings, or an accumulation under no_sync was never reduced.
+  // changes nothing, where a gradient is not finite (Nonfinite::raise), ranks ran different passes
+  // or have different settings, or an accumulation under no_sync was never reduced.
   bool step(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
 
   // fp32, in the parameter's sizes; undefined on other ranks. A view: writing it is legal.

@@ -48,8 +48,10 @@ void Reduction::run_transfer(Transport& transport, const std::vector<int>& segme
   int mine = -1;
   for (const int i : segments) {
     const auto& segment = unit_.segments()[i];
-    if (segment.owner == rank) mine = i;
-    else send_counts[segment.owner] = travelling(segment);
+    if (segment.owner == rank)
+      mine = i;
+    else
+      send_counts[segment.owner] = travelling(segment);
   }
   const int64_t own = mine < 0 ? 0 : travelling(unit_.segments()[mine]);
   if (mine >= 0) std::fill(recv_counts.begin(), recv_counts.end(), own);
@@ -83,16 +85,18 @@ void Reduction::pack(const SegmentStore& segment, at::Tensor out) const {
     const Slot& slot = unit_.slots()[segment.first_slot + i];
     const at::Tensor& gradient = gradients_[segment.first_slot + i];
     at::Tensor place = out.narrow(0, slot.offset, c10::multiply_integers(slot.sizes));
-    if (gradient.defined()) place.view(slot.sizes).copy_(gradient);
-    else place.zero_();
+    if (gradient.defined())
+      place.view(slot.sizes).copy_(gradient);
+    else
+      place.zero_();
     out.narrow(0, segment.numel + i, 1).fill_(gradient.defined() ? 1 : 0);
   }
 }
 
 void Reduction::sum(int index, const std::vector<at::Tensor>& pieces) {
   const auto& segment = unit_.segments()[index];
-  const at::Tensor total = at::empty({travelling(segment)},
-                                     at::TensorOptions().dtype(at::kFloat).device(device_));
+  const at::Tensor total =
+      at::empty({travelling(segment)}, at::TensorOptions().dtype(at::kFloat).device(device_));
   at::Tensor gradient = total.narrow(0, 0, segment.numel);
   at::Tensor senders = total.narrow(0, segment.numel, segment.slots);
   std::vector<at::Tensor> gradients, flags;

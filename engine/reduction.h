@@ -1,9 +1,9 @@
 // One reduction of one unit: every rank's gradient goes to the matrix's owner, which sums them.
 //
 // An exchange (all-to-all) and a sum in rank order on the owner instead of the backend's reduce:
-// (N-1)P bytes in the whole job, where gloo's reduce takes 1.25 times that on 4 ranks; the sum is in
-// float32 whatever dtype travels; and its order is fixed, so the bits depend neither on packing nor
-// on who owns what.
+// (N-1)P bytes in the whole job, where gloo's reduce takes 1.25 times that on 4 ranks; the sum is
+// in float32 whatever dtype travels; and its order is fixed, so the bits depend neither on packing
+// nor on who owns what.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -16,16 +16,16 @@ namespace dmuon {
 
 class Reduction {
  public:
-  // `gradients`: one per slot of the unit, undefined where this rank has none (it sends zeros). They
-  // are read when the reduction runs. The sum is divided by `divisor`.
+  // `gradients`: one per slot of the unit, undefined where this rank has none (it sends zeros).
+  // They are read when the reduction runs. The sum is divided by `divisor`.
   Reduction(const UnitStore& unit, std::vector<at::Tensor> gradients, at::ScalarType dtype,
             double divisor);
 
   // Collective. Once. Runs on the reduce lane.
   void run(Transport& transport);
 
-  // After `run`, of an owned slot: the mean in float32, in the parameter's sizes; undefined where no
-  // rank had a gradient.
+  // After `run`, of an owned slot: the mean in float32, in the parameter's sizes; undefined where
+  // no rank had a gradient.
   at::Tensor result(int slot) const;
 
  private:

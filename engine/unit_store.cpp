@@ -38,8 +38,8 @@ void UnitStore::adopt(int index, const at::Tensor& parameter) {
   auto& segment = segments_[slot.segment];
   if (slot.owned) {
     if (!segment.master.defined()) {
-      segment.master =
-          at::empty({segment.numel}, parameter.options().dtype(master_dtype(parameter)).requires_grad(false));
+      segment.master = at::empty(
+          {segment.numel}, parameter.options().dtype(master_dtype(parameter)).requires_grad(false));
     }
     part_of_master(slot).copy_(parameter.detach());
   }
@@ -132,10 +132,12 @@ void UnitStore::verify(const OwnershipPlan& plan) const {
   for (const auto& slot : slots_) {
     const at::Tensor& expected = shown_ ? slot.whole : slot.placeholder;
     if (shows(slot.parameter, expected)) continue;
-    throw ConfigError(message(
-        "parameter '", plan.matrices[slot.matrix].name, "' was changed behind dmuon's back: its data "
-        "was replaced (`.data = ...`, `.to(...)`, `.bfloat16()`) after dedicate_params. Cast or move "
-        "the model before dedicate_params; to set its value use load_state_dict."));
+    throw ConfigError(
+        message("parameter '", plan.matrices[slot.matrix].name,
+                "' was changed behind dmuon's back: its data "
+                "was replaced (`.data = ...`, `.to(...)`, `.bfloat16()`) after dedicate_params. "
+                "Cast or move "
+                "the model before dedicate_params; to set its value use load_state_dict."));
   }
 }
 

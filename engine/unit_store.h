@@ -29,8 +29,8 @@ struct Slot {
   at::Tensor placeholder;  // what it shows between uses
   at::Tensor whole;        // what it shows in use
 
-  // `parameter.grad` between passes is `shown_grad`: the reduced gradient on the owner, what no_sync
-  // has accumulated elsewhere. Both are put aside here while a pass accumulates a new one.
+  // `parameter.grad` between passes is `shown_grad`: the reduced gradient on the owner, what
+  // no_sync has accumulated elsewhere. Both are put aside here while a pass accumulates a new one.
   at::Tensor reduced;     // owner only: the mean over the ranks, float32
   at::Tensor local;       // not reduced yet
   at::Tensor shown_grad;  // which object we handed out; another one, or none, is the user's doing
@@ -56,8 +56,9 @@ class UnitStore {
   const std::vector<Slot>& slots() const { return slots_; }
   const std::vector<SegmentStore>& segments() const { return segments_; }
 
-  // Takes over a parameter: the owner copies its value into the master, then the parameter shows the
-  // placeholder and whatever memory it had is let go. A parameter on the meta device is only noted
+  // Takes over a parameter: the owner copies its value into the master, then the parameter shows
+  // the placeholder and whatever memory it had is let go. A parameter on the meta device is only
+  // noted
   // (`adopted` stays false) and must be adopted again once it has a device.
   void adopt(int slot, const at::Tensor& parameter);
   bool adopted() const;

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <limits>
 
-#include "engine/error.h"
+#include "kernels/error.h"
 #include "kernels/flat.h"
 #include "kernels/sum_pieces.h"
 

@@ -14,8 +14,8 @@
 #include <set>
 #include <utility>
 
-#include "engine/error.h"
 #include "kernels/checks.h"
+#include "kernels/error.h"
 #include "kernels/normalise.h"
 
 namespace dmuon {

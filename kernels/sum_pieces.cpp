@@ -7,7 +7,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "engine/error.h"
+#include "kernels/error.h"
 #include "kernels/flat.h"
 
 namespace dmuon {

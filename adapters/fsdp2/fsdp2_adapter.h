@@ -1,4 +1,5 @@
-// FSDP2's answers: per unit, what the public setters of FSDPModule and its MixedPrecisionPolicy say.
+// FSDP2's answers: per unit, what the public setters of FSDPModule and its MixedPrecisionPolicy
+// say.
 #pragma once
 #include <vector>
 
@@ -7,9 +8,9 @@
 namespace dmuon {
 
 struct Fsdp2Unit {
-  bool reshard_after_forward = true;    // FSDPModule.set_reshard_after_forward
-  bool requires_gradient_sync = true;   // FSDPModule.set_requires_gradient_sync
-  double gradient_divide_factor = 1;    // FSDPModule.set_gradient_divide_factor; else the world size
+  bool reshard_after_forward = true;   // FSDPModule.set_reshard_after_forward
+  bool requires_gradient_sync = true;  // FSDPModule.set_requires_gradient_sync
+  double gradient_divide_factor = 1;   // FSDPModule.set_gradient_divide_factor; else the world size
   c10::ScalarType compute_dtype = c10::ScalarType::Float;
   c10::ScalarType reduce_dtype = c10::ScalarType::Float;
 };

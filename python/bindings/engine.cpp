@@ -50,13 +50,12 @@ void bind_engine(py::module_& m) {
                        const std::string& reduce, const std::string& control, LaneKind kind,
                        const at::Device& device) {
              auto channels = make_channels(materialise, reduce, control, kind, device, ring.get());
-             return std::make_shared<Engine>(
-                 EngineConfig{.plan = plan,
-                              .boundaries = std::move(boundaries),
-                              .reduce_order = std::move(order),
-                              .adapter = std::move(adapter),
-                              .ring = std::move(ring)},
-                 std::move(channels));
+             return std::make_shared<Engine>(EngineConfig{.plan = plan,
+                                                          .boundaries = std::move(boundaries),
+                                                          .reduce_order = std::move(order),
+                                                          .adapter = std::move(adapter),
+                                                          .ring = std::move(ring)},
+                                             std::move(channels));
            }),
            py::kw_only(), py::arg("plan"), py::arg("boundaries"), py::arg("order"),
            py::arg("adapter"), py::arg("ring"), py::arg("materialise"), py::arg("reduce"),

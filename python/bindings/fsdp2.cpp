@@ -1,6 +1,5 @@
 // Binds adapters/fsdp2/fsdp2_adapter.h.
 #include "adapters/fsdp2/fsdp2_adapter.h"
-
 #include "python/bindings/bindings.h"
 
 namespace dmuon {

@@ -54,7 +54,8 @@ void bind_gradients(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<GradientSet>(m, "GradientSet")
       .def(py::init(&gradient_set), py::arg("matrices"), py::arg("symmetric"));
-  m.def("gradient_norm", &gradient_norm, py::arg("engine"), py::arg("set"), py::arg("p"), Release());
+  m.def("gradient_norm", &gradient_norm, py::arg("engine"), py::arg("set"), py::arg("p"),
+        Release());
   m.def("scale_gradients", &scale_gradients, py::arg("engine"), py::arg("set"), py::arg("factor"),
         Release());
   m.def("read_symmetric", &read_symmetric, py::arg("symmetric"), py::arg("parameters"));

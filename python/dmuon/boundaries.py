@@ -20,9 +20,7 @@ def containers(model: nn.Module) -> list[str]:
 
 def _is_called(module: nn.Module) -> bool:
     """Containers without a forward of their own are never called."""
-    return not isinstance(module, _CONTAINERS) and (
-        type(module).forward is not nn.Module.forward
-    )
+    return not isinstance(module, _CONTAINERS) and (type(module).forward is not nn.Module.forward)
 
 
 def _holds_layers(module: nn.Module) -> bool:

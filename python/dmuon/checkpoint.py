@@ -90,9 +90,7 @@ class _Load:
     def __init__(self, held):
         self._held = held
 
-    def __call__(
-        self, module, state_dict, prefix, metadata, strict, missing, unexpected, errors
-    ):
+    def __call__(self, module, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         for attribute, param in self._held:
             key = prefix + attribute
             if key in state_dict:

@@ -93,12 +93,18 @@ def dedicate_params(
             mesh,
             predicate,
             PolicyTable(param_policy, compute_dtype),
-            Boundaries(model, hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver),
+            Boundaries(
+                model, hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver
+            ),
         )
         if not chosen and not allow_empty:
             raise ValueError(nothing_selected(model))
         policy = _plan_policy(
-            owner_strategy, owner_cost_model, max_owners_per_group, pack_small_params, memory_limit_bytes
+            owner_strategy,
+            owner_cost_model,
+            max_owners_per_group,
+            pack_small_params,
+            memory_limit_bytes,
         )
         plan = _C.make_plan(as_matrices(model, chosen), mesh.size(), 1, policy) if chosen else None
         lines = _proposal(chosen, plan, reshard_after_forward, process_group_policy)
@@ -109,7 +115,13 @@ def dedicate_params(
         return MappingProxyType({})
     warn_unusual(model, chosen)
     runtime = _install(
-        model, mesh, chosen, plan, control, lane_groups(mesh, process_group_policy), process_group_policy
+        model,
+        mesh,
+        chosen,
+        plan,
+        control,
+        lane_groups(mesh, process_group_policy),
+        process_group_policy,
     )
     for unit in range(len(plan.units)):
         runtime.adapter.unit(unit).reshard_after_forward = reshard_after_forward
@@ -153,7 +165,9 @@ def _plan_policy(strategy, cost_model, max_owners, pack, memory_limit) -> "_C.Pl
     choice("owner_cost_model", cost_model, ("optimizer", "numel"))
     for name, value in (("max_owners_per_group", max_owners), ("memory_limit_bytes", memory_limit)):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1, or None.")
+            raise ValueError(
+                f"{name} is {value!r}; it must be a whole number of at least 1, or None."
+            )
     policy = _C.PlanPolicy()
     policy.strategy = getattr(_C.OwnerStrategy, strategy)
     policy.cost_model = getattr(_C.CostModel, cost_model)

@@ -82,7 +82,8 @@ def install_patch() -> None:
 
     Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
     ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
-    public setters of ``FSDPModule``, ``register_fsdp_forward_method`` and ``clip_grad_norm_``.
+    public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_`` and
+    ``GradScaler.unscale_``.
     """
     if _originals:
         return
@@ -104,6 +105,7 @@ def install_patch() -> None:
     register = public.register_fsdp_forward_method
     _originals["register_fsdp_forward_method"] = register
     _rebind(register, _wrap_register(register))
+    _patch(torch.amp.GradScaler, "unscale_", _wrap_unscale(torch.amp.GradScaler.unscale_))
     _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
     _rebind(clip_grad.clip_grad_norm_, _wrap_clip(clip_grad.clip_grad_norm_))
 
@@ -121,6 +123,7 @@ def uninstall_patch() -> None:
         defaults["ignored_params"] = _originals["default"]
     for name in _SETTERS:
         setattr(FSDPModule, name, _originals[name])
+    torch.amp.GradScaler.unscale_ = _originals["unscale_"]
     _originals.clear()
 
 
@@ -228,7 +231,9 @@ def _wrap_forward_method(module: nn.Module, method_name: str) -> None:
 
 def _wrap_clip(original):
     @functools.wraps(original)
-    def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+    def clip_grad_norm_(
+        parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None
+    ):
         from dmuon.control import clip_dedicated
 
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -238,6 +243,17 @@ def _wrap_clip(original):
         return norm
 
     return clip_grad_norm_
+
+
+def _wrap_unscale(original):
+    @functools.wraps(original)
+    def unscale_(self, optimizer):
+        from dmuon.optimizer import refuse_grad_scaler
+
+        refuse_grad_scaler(optimizer)
+        return original(self, optimizer)
+
+    return unscale_
 
 
 def check_slot(param) -> None:

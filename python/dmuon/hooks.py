@@ -84,7 +84,9 @@ def _cast_hooks(module: nn.Module, params: list) -> list:
     """What ``param_policy`` asks of a boundary's inputs and outputs."""
     handles = []
     policies = [param.policy for param in params]
-    inputs = next((p.param_dtype for p in policies if p.cast_forward_inputs and p.param_dtype), None)
+    inputs = next(
+        (p.param_dtype for p in policies if p.cast_forward_inputs and p.param_dtype), None
+    )
     outputs = next((p.output_dtype for p in policies if p.output_dtype), None)
     if inputs:
         handles.append(

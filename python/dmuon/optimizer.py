@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -78,7 +79,11 @@ class Muon(torch.optim.Optimizer):
         *,
         adjust_lr_fn: str | None = None,
     ):
-        choice("tp_distributed_gram_policy", tp_distributed_gram_policy, ("beneficial", "always", "never"))
+        choice(
+            "tp_distributed_gram_policy",
+            tp_distributed_gram_policy,
+            ("beneficial", "always", "never"),
+        )
         choice("nonfinite", nonfinite, tuple(_NONFINITE))
         rule = _adjust_lr(adjust_lr, adjust_lr_fn)
         self._runtime = runtime = runtime_of(model)
@@ -165,7 +170,7 @@ class Muon(torch.optim.Optimizer):
                 passes. On all ranks, with the same text; nothing has changed.
         """
         if grad_scaler is not None:
-            raise RuntimeError(_NO_GRAD_SCALER)
+            refuse_grad_scaler(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -231,10 +236,13 @@ class Muon(torch.optim.Optimizer):
         return momenta
 
 
-_NO_GRAD_SCALER = (
-    "dmuon.Muon does not take torch.amp.GradScaler: it sees only this rank's part of the gradients. "
-    "Train in bfloat16, which needs no loss scaling, and step the optimizer directly."
-)
+def refuse_grad_scaler(optimizer) -> None:
+    """Raises RuntimeError where ``torch.amp.GradScaler`` is used with a ``Muon``."""
+    if isinstance(optimizer, Muon):
+        raise RuntimeError(
+            "dmuon.Muon does not take torch.amp.GradScaler, which sees only this rank's part of the "
+            "gradients. Train in bfloat16, which needs no loss scaling, and call optimizer.step()."
+        )
 
 
 def _adjust_lr(adjust_lr: str | None, adjust_lr_fn: str | None) -> str:
@@ -252,7 +260,7 @@ class _AdamW:
     """torch's AdamW over the optimizer's own groups and state. Sharded and plain parameters of a
     group go separately: torch does not mix them in one operation."""
 
-    _FLAGS = {
+    _FLAGS: ClassVar = {
         "amsgrad": False,
         "maximize": False,
         "foreach": None,

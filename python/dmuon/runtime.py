@@ -135,7 +135,11 @@ class Runtime:
     def after_step(self) -> None:
         """The first step without a single dedicated gradient is most often a mistake."""
         counters = self.engine.counters()
-        if counters["steps"] == 1 and not self.optimizer()._muon.ns_calls() and self._owned_trainable():
+        if (
+            counters["steps"] == 1
+            and not self.optimizer()._muon.ns_calls()
+            and self._owned_trainable()
+        ):
             warnings.warn(
                 "the first step had no gradient for any dedicated parameter of this rank. Likely causes: "
                 "step() before backward(), a loss that does not depend on them, or their module called "

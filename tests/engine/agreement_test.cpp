@@ -8,8 +8,8 @@
 namespace dmuon {
 namespace {
 
-using ::testing::ElementsAre;
 using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 using testing::SimWorld;
@@ -102,8 +102,8 @@ TEST(FromRank0, EveryRankGetsItsList) {
   SimWorld world(3);
   run_ranks(3, [&](int rank) {
     auto transport = world.transport(rank);
-    const auto list = from_rank_0(*transport, rank == 0 ? std::vector<int32_t>{2, 0, 1}
-                                                        : std::vector<int32_t>{0, 1, 2});
+    const auto list = from_rank_0(
+        *transport, rank == 0 ? std::vector<int32_t>{2, 0, 1} : std::vector<int32_t>{0, 1, 2});
     EXPECT_THAT(list, ElementsAre(2, 0, 1));
   });
 }

@@ -83,7 +83,9 @@ INSTANTIATE_TEST_SUITE_P(Engine, EveryResidency,
 
 TEST_P(EveryResidency, EqualsOneProcess) {
   for (const int steps : {1, 20}) {
-    const auto script = [steps](TinyJob& job, int rank, int n) { plain_steps(job, rank, n, steps); };
+    const auto script = [steps](TinyJob& job, int rank, int n) {
+      plain_steps(job, rank, n, steps);
+    };
     expect_equal_to_one_process(trained(size(), options(), script), reference_steps(steps));
   }
 }
@@ -196,7 +198,8 @@ TEST(Engine, BitsDoNotDependOnPackingResidencyOrTiming) {
   EXPECT_TRUE(same_bits(packed, trained(4, {.pack = false}, script)));
   EXPECT_TRUE(
       same_bits(packed, trained(4, {.residency = Residency::resident_after_forward}, script)));
-  for (const uint64_t seed : {1, 2, 3}) EXPECT_TRUE(same_bits(packed, trained(4, {}, script, seed)));
+  for (const uint64_t seed : {1, 2, 3})
+    EXPECT_TRUE(same_bits(packed, trained(4, {}, script, seed)));
 }
 
 TEST(Engine, NewtonSchulzRunsOncePerMatrixAndStepInTheWholeJob) {
@@ -306,8 +309,8 @@ TEST(Engine, ANonfiniteGradientOnOneRankStopsAllBeforeAnythingChanges) {
     at::Tensor x = share_of(tiny_batch(1, kRows), rank, n);
     if (rank == 2) x.fill_(INFINITY);
     loss_of(job.forward(x)).backward();
-    EXPECT_THAT([&] { job.step(); },
-                ThrowsMessage<RuntimeFailure>(AllOf(HasSubstr("blocks."), HasSubstr("not finite"))));
+    EXPECT_THAT([&] { job.step(); }, ThrowsMessage<RuntimeFailure>(
+                                         AllOf(HasSubstr("blocks."), HasSubstr("not finite"))));
     for (int m = 0; m < 4; ++m) {
       const at::Tensor momentum = job.optimizer->momentum(m);
       EXPECT_TRUE(!momentum.defined() || momentum.abs().sum().item<float>() == 0);

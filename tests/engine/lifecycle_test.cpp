@@ -44,9 +44,12 @@ TEST(Lifecycle, ASecondBackwardMayFollowTheReduction) {
 
 TEST(Lifecycle, AnIllegalCallNamesUnitCallAndBothStates) {
   using enum UnitCall;
-  EXPECT_THAT([] { after({enter, leave, pre_backward, step}); },
-              ThrowsMessage<ConfigError>(AllOf(HasSubstr("'blocks.0'"), HasSubstr("'step'"),
-                                               HasSubstr("'backward'"), HasSubstr("reduced"))));
+  EXPECT_THAT(
+      [] {
+        after({enter, leave, pre_backward, step});
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("'blocks.0'"), HasSubstr("'step'"),
+                                       HasSubstr("'backward'"), HasSubstr("reduced"))));
 }
 
 TEST(Lifecycle, OnlyResetLeavesFailed) {

@@ -21,8 +21,7 @@ std::map<std::string, at::Tensor> initial_weights() {
   std::map<std::string, at::Tensor> weights;
   int seed = 1;
   for (const char* block : {"blocks.0", "blocks.1"}) {
-    for (const auto& [name, rows, cols] :
-         {std::tuple{"down", 4, 7}, std::tuple{"up", 7, 4}}) {
+    for (const auto& [name, rows, cols] : {std::tuple{"down", 4, 7}, std::tuple{"up", 7, 4}}) {
       weights[std::string(block) + "." + name] = noise(seed, rows * cols).view({rows, cols}) * 1.2;
       ++seed;
     }
@@ -75,8 +74,8 @@ TinyJob::TinyJob(SimWorld& world, int rank, const TinyOptions& options)
     parameters_[name] = weight.to(at::kFloat).set_requires_grad(true);
     engine->adopt(engine->plan().find(name), parameters_[name]);
   }
-  optimizer = std::make_unique<Optimizer>(
-      engine, OptimizerConfig{.nonfinite = options.nonfinite}, std::vector<int32_t>(4, 0));
+  optimizer = std::make_unique<Optimizer>(engine, OptimizerConfig{.nonfinite = options.nonfinite},
+                                          std::vector<int32_t>(4, 0));
 }
 
 at::Tensor TinyJob::block(int index, const at::Tensor& h, int used) {
@@ -127,8 +126,8 @@ void TinyReference::step() {
     at::Tensor& buffer = momentum_[name];
     buffer = buffer.defined() ? buffer * kMomentum + gradient : gradient.clone();
     const at::Tensor u = gradient + kMomentum * buffer;
-    const at::Tensor o = u.scalar_type() == at::kDouble ? newton_schulz_reference(u, {})
-                                                        : newton_schulz(u, {});
+    const at::Tensor o =
+        u.scalar_type() == at::kDouble ? newton_schulz_reference(u, {}) : newton_schulz(u, {});
     const double scale = adjusted_scale(AdjustLr::match_rms_adamw, weight.size(0), weight.size(1));
     weight.mul_(1 - kLr * kDecay).sub_(o, kLr * scale);
   }
