@@ -111,8 +111,8 @@ def reachable_bytes(model, optimizer) -> int:
     if isinstance(optimizer, dmuon.Muon):
         owned = dmuon.get_owned_params(model, torch.distributed.get_rank())
         found += [matrix._owned_data for matrix in owned]
-    storages = {s.data_ptr(): s.nbytes() for s in map(storage, tensors(found))}
-    return sum(storages.values())
+    storages = (storage(tensor) for tensor in tensors(found))
+    return sum({address(s): s.nbytes() for s in storages if address(s)}.values())
 
 
 def tensors(things: Iterable) -> Iterator[Tensor]:
@@ -128,3 +128,11 @@ def tensors(things: Iterable) -> Iterator[Tensor]:
 def storage(tensor: Tensor) -> torch.UntypedStorage:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.untyped_storage()
+
+
+def address(storage: torch.UntypedStorage) -> int:
+    """0 where there is no memory: what stands for another rank's state is a shape without data."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return 0

@@ -1,12 +1,10 @@
 """Parameters after training on four ranks against the same mathematics in one process.
 
-The one process is written in plain torch below: a direct Newton-Schulz, momentum and torch's AdamW.
-How far it moves from itself when it sums the four slices of a batch in another order says what
-difference the mathematics itself makes of rounding: twice that is allowed where it is more than the
-limit. A difference is relative to the largest element of the parameter.
+The one process is written in plain torch below: Newton-Schulz, in its Gram form and direct,
+momentum, and torch's AdamW. How far it moves from itself when it sums the four slices of a batch in
+another order says what difference the mathematics itself makes of rounding: twice that is allowed
+where it is more than the limit. A difference is relative to the parameter's largest element.
 """
-
-from functools import partial
 
 import dmuon
 import torch
@@ -29,7 +27,11 @@ POLAR_EXPRESS = (
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
 
+# Before which iterations the Gram matrix is made anew from the iterate: direct is before all.
+RESTARTS = {"gram": (2,), "direct": (1, 2, 3, 4)}
+
 Parameters = dict[str, Tensor]
+Trained = dict[int, Parameters]  # by number of steps
 
 
 def measure() -> list[Figure]:
@@ -37,36 +39,33 @@ def measure() -> list[Figure]:
 
 
 def compare() -> list[Figure]:
-    ours = {kind: train_ranks(ns_backend=kind) for kind in ("gram", "direct")}
+    ours = {form: train_ranks(ns_backend=form) for form in RESTARTS}
     unpacked = train_ranks(ns_backend="gram", pack_small_params=False)
     if dist.get_rank() != 0:
         return []
+    exact = train_single(torch.float64, "direct", order=(0, 1, 2, 3))
     return [
-        *(figure for steps in LIMITS for figure in compare_at(steps, ours)),
+        *(figure for form in RESTARTS for figure in compare_form(form, ours[form], exact)),
         bitwise("packed and unpacked: elements that differ", ours["gram"], unpacked),
     ]
 
 
-def compare_at(steps: int, ours: dict[str, dict[int, Parameters]]) -> list[Figure]:
-    single = train_single(steps, torch.float32, order=(0, 1, 2, 3))
-    reordered = train_single(steps, torch.float32, order=(2, 0, 3, 1))
-    exact = train_single(steps, torch.float64, order=(0, 1, 2, 3))
-    rounding, error = difference(reordered, single), difference(single, exact)
-    name, limit = f"parity, {steps} steps", max(LIMITS[steps], 2 * rounding)
-    figures = [
-        Figure(f"{name}: {kind} against float32", difference(trained[steps], single), limit)
-        for kind, trained in ours.items()
-    ]
-    return [
-        *figures,
-        Figure(
-            f"{name}: gram against float64",
-            difference(ours["gram"][steps], exact),
-            max(LIMITS[steps], 2 * error),
-        ),
-        Figure("  float32 summed in another order", rounding),
-        Figure("  float32 against float64", error),
-    ]
+def compare_form(form: str, ours: Trained, exact: Trained) -> list[Figure]:
+    single = train_single(torch.float32, form, order=(0, 1, 2, 3))
+    reordered = train_single(torch.float32, form, order=(2, 0, 3, 1))
+    figures = []
+    for steps, limit in LIMITS.items():
+        name = f"parity, {form}, {steps} step{'s' * (steps > 1)}"
+        rounding = difference(reordered[steps], single[steps])
+        error = difference(single[steps], exact[steps])
+        here, there = (difference(ours[steps], other[steps]) for other in (single, exact))
+        figures += [
+            Figure(f"{name}: against float32", here, max(limit, 2 * rounding)),
+            Figure(f"{name}: against float64", there, max(limit, 2 * error)),
+            Figure("  plain torch: float32 summed in another order", rounding),
+            Figure("  plain torch: float32 against float64", error),
+        ]
+    return figures
 
 
 def difference(some: Parameters, other: Parameters) -> float:
@@ -76,7 +75,7 @@ def difference(some: Parameters, other: Parameters) -> float:
     return max(relative(some[name], other[name]) for name in other)
 
 
-def bitwise(name: str, some: dict[int, Parameters], other: dict[int, Parameters]) -> Figure:
+def bitwise(name: str, some: Trained, other: Trained) -> Figure:
     last = max(LIMITS)
     count = sum((some[last][n] != other[last][n]).sum().item() for n in other[last])
     return Figure(name, count, 0)
@@ -91,7 +90,7 @@ def slice_of_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return text_batch(step * WORLD_SIZE + rank, SEQUENCES, CONTEXT, VOCABULARY)
 
 
-def train_ranks(pack_small_params: bool = True, **muon) -> dict[int, Parameters]:
+def train_ranks(pack_small_params: bool = True, **muon) -> Trained:
     """All parameters at the numbers of steps that have a limit; meaningful on rank 0."""
     model = initial_model()
     dmuon.dedicate_params(model, cpu_mesh(), is_block_matrix, pack_small_params=pack_small_params)
@@ -127,37 +126,44 @@ def whole_parameters(model) -> Parameters:
     return whole | {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def train_single(steps: int, dtype: torch.dtype, order: tuple[int, ...]) -> Parameters:
+def train_single(dtype: torch.dtype, form: str, order: tuple[int, ...]) -> Trained:
     model = initial_model().to(dtype)
     matrices = [p for n, p in model.named_parameters() if is_block_matrix(n, p)]
     rest = [p for n, p in model.named_parameters() if not is_block_matrix(n, p)]
-    update = partial(muon, buffers=[torch.zeros_like(p) for p in matrices])
+    buffers = [torch.zeros_like(p) for p in matrices]
     adamw = torch.optim.AdamW(rest, **ADAMW)
-    for step in range(1, steps + 1):
+    trained = {}
+    for step in range(1, max(LIMITS) + 1):
         for rank in order:
             (model(*slice_of_batch(step, rank)) / len(order)).backward()
-        update(matrices)
+        muon(matrices, buffers, RESTARTS[form])
         adamw.step()
         model.zero_grad()
-    return dict(model.named_parameters())
+        if step in LIMITS:
+            trained[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return trained
 
 
 @torch.no_grad()
-def muon(matrices: list[Tensor], buffers: list[Tensor]) -> None:
+def muon(matrices: list[Tensor], buffers: list[Tensor], restarts: tuple[int, ...]) -> None:
     for weight, buffer in zip(matrices, buffers):
         buffer.mul_(MOMENTUM).add_(weight.grad)
-        update = orthogonalize(weight.grad + MOMENTUM * buffer)
+        update = orthogonalize(weight.grad + MOMENTUM * buffer, restarts)
         weight.mul_(1 - LR * DECAY)
         weight.sub_(update, alpha=LR * 0.2 * max(weight.shape) ** 0.5)
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """Newton-Schulz, direct, with the coefficients and safety factor of arXiv:2505.16932."""
+def orthogonalize(matrix: Tensor, restarts: tuple[int, ...]) -> Tensor:
+    """Newton-Schulz with the coefficients of arXiv:2505.16932, divided by its safety factor."""
     if matrix.shape[0] > matrix.shape[1]:
-        return orthogonalize(matrix.T).T
+        return orthogonalize(matrix.T, restarts).T
     x = matrix / matrix.norm()
-    for a, b, c in POLAR_EXPRESS:
-        a, b, c = a / 1.05, b / 1.05**3, c / 1.05**5
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    one = torch.eye(len(x), dtype=x.dtype)
+    gram, product = x @ x.T, one
+    for step, (a, b, c) in enumerate(POLAR_EXPRESS):
+        if step in restarts:
+            x = product @ x
+            gram, product = x @ x.T, one
+        factor = a / 1.05 * one + b / 1.05**3 * gram + c / 1.05**5 * gram @ gram
+        gram, product = factor @ gram @ factor, factor @ product
+    return product @ x
