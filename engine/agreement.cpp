@@ -113,9 +113,9 @@ std::vector<int> others(const std::vector<int>& ranks, int size) {
   return rest;
 }
 
-std::string difference_message(const Table& table, int size) {
+std::string difference_message(const Proposal& mine, const Table& table, int size) {
   constexpr int kListed = 10;
-  std::string text = "the ranks do not dedicate the same parameters:";
+  std::string text = "the ranks do not " + mine.subject + ":";
   int differing = 0;
   for (const auto& [name, details] : table) {
     std::vector<int> having;
@@ -134,10 +134,7 @@ std::string difference_message(const Table& table, int size) {
     }
   }
   if (differing > kListed) text += message("\n  and ", differing - kListed, " more");
-  return text +
-         "\nMake the predicate a function of name, shape and dtype only, and build the same model "
-         "on "
-         "every rank.";
+  return mine.advice.empty() ? text : text + "\n" + mine.advice;
 }
 
 }  // namespace
@@ -148,8 +145,8 @@ void agree(Transport& transport, const Proposal& mine) {
   if (std::any_of(errors.begin(), errors.end(), [](const auto& e) { return !e.empty(); })) {
     throw ConfigError(errors_message(errors));
   }
-  throw ConfigError(
-      difference_message(table_of(gather_texts(transport, join(mine.lines))), transport.size()));
+  const Table table = table_of(gather_texts(transport, join(mine.lines)));
+  throw ConfigError(difference_message(mine, table, transport.size()));
 }
 
 std::vector<int32_t> from_rank_0(Transport& transport, std::vector<int32_t> values) {

@@ -9,11 +9,14 @@
 
 namespace dmuon {
 
-// What one rank wants to dedicate: one line per parameter, "name\tdetail", sorted by name; `detail`
-// is shape, dtype and whatever else must be equal. `error`: what went wrong on this rank already.
+// What one rank is about to do: one line per parameter or setting, "name\tdetail"; `detail` is shape,
+// dtype and whatever else must be equal. `error`: what went wrong on this rank already.
+// `subject` and `advice` begin and end the message: "the ranks do not <subject>: ... <advice>".
 struct Proposal {
   std::vector<std::string> lines;
   std::string error;
+  std::string subject = "agree";
+  std::string advice;
 };
 
 // One fixed-size collective where all agree; texts are exchanged only where they do not.

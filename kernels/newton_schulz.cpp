@@ -131,13 +131,14 @@ class Chain {
     multiply_add(r_, a, spare_, 1, z_, spare_);
   }
 
-  // Q = (a I + Z) Q; a chain's first Q is a I + Z itself.
+  // Q = (a I + Z) Q, in this order: then R stays the Gram matrix of Q X under rounding, where Q (a I +
+  // Z), equal in exact arithmetic, lets the two drift apart. A chain's first Q is a I + Z itself.
   void extend_product(double a) {
     if (std::exchange(fresh_, false)) {
       std::swap(q_, z_);
       q_.diagonal(0, -2, -1).add_(a);
     } else {
-      multiply_add(spare_, a, q_, 1, q_, z_);
+      multiply_add(spare_, a, q_, 1, z_, q_);
       std::swap(q_, spare_);
     }
   }

@@ -5,8 +5,13 @@ A dedicated weight lies on its owner alone. ``model.state_dict()`` holds the val
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+
+from dmuon.names import clean
+from dmuon.runtime import runtime_of
 
 _QUIET = ("detach", "alias")
 
@@ -82,8 +87,11 @@ class _Save:
     def __deepcopy__(self, memo):
         return _Unmanaged()
 
+    def __reduce__(self):
+        return _Unmanaged, ()
 
-class _Load:
+
+class _Load(_Save):
     """A plain tensor of the right shape becomes the owner's weight; an OwnedTensor changes nothing
     on a rank that does not own it."""
 
@@ -109,9 +117,6 @@ class _Load:
         elif param.is_owner:
             errors.append(f"{key} was saved on a rank that did not own it: {value!r}.")
 
-    def __deepcopy__(self, memo):
-        return _Unmanaged()
-
 
 class _Unmanaged:
     """In a copy of a managed module: its weights are placeholders."""
@@ -121,3 +126,39 @@ class _Unmanaged:
             "this module is a copy of one whose weights dmuon manages; the copy is not managed and holds "
             "placeholders, so its state dict has no values. Use the original."
         )
+
+
+def get_model_state_dict(
+    model: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, equal to what a single process would save: dedicated weights from their
+    owners, FSDP2's shards put together, buffers and tied names included.
+
+    Collective over the data-parallel mesh. Pending publishes end first.
+
+    Args:
+        cpu_offload: the tensors are on the CPU.
+        rank0_only: ranks other than 0 of the mesh get an empty dictionary.
+    """
+    runtime = runtime_of(model)
+    runtime.engine.wait_publishes()
+    dedicated = {name: param for param in runtime.params for name in param.names}
+    receives = not rank0_only or runtime.global_rank == runtime.global_ranks[0]
+    whole = {}
+    for key, value in runtime.model().state_dict().items():
+        name = clean(key)
+        if name in dedicated:
+            value = _from_owner(dedicated[name], value)
+        elif isinstance(value, DTensor):
+            value = value.full_tensor()
+        if receives:
+            whole[name] = value.detach().cpu() if cpu_offload else value.detach()
+    return whole
+
+
+def _from_owner(param, value: torch.Tensor) -> torch.Tensor:
+    if not param.is_owner:
+        value = torch.empty(param.full_shape, dtype=param.dtype, device=param.parameter.device)
+    value = value.contiguous()
+    dist.broadcast(value, src=param.owner_rank, group=param.runtime.data_group)
+    return value

@@ -72,6 +72,17 @@ def broadcast_all_updates(model: nn.Module) -> None:
     runtime_of(model).engine.wait_publishes()
 
 
+def broadcast_all_updates_async(model: nn.Module) -> None:
+    """Start what ``broadcast_all_updates`` waits for. ``Muon.step`` does, so there is nothing to do:
+    publishing runs beside the next forward, which waits for what it needs."""
+    runtime_of(model)
+
+
+def wait_all_replicate_broadcasts(model: nn.Module) -> None:
+    """Let every pending publish end: the same as ``broadcast_all_updates``. Idempotent."""
+    broadcast_all_updates(model)
+
+
 def clip_grad_norm_(
     optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:

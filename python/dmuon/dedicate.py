@@ -1,6 +1,8 @@
 """``dedicate_params``: the setup of FSDP2 training."""
 
+import hashlib
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from types import MappingProxyType
 
 import torch
@@ -40,6 +42,7 @@ def dedicate_params(
     max_owners_per_group: int | None = None,
     pack_small_params: bool = True,
     memory_limit_bytes: int | None = None,
+    strict_init: bool = False,
     allow_empty: bool = False,
 ) -> Mapping[str, int]:
     """Give each chosen weight matrix one owner rank. Call it before ``fully_shard``.
@@ -74,6 +77,7 @@ def dedicate_params(
         max_owners_per_group: at most this many owners within one unit.
         pack_small_params: matrices of one unit and owner travel as one message.
         memory_limit_bytes: of weight and state on one owner; an error where no assignment keeps it.
+        strict_init: initial values that differ between ranks are an error; otherwise the owner's count.
         allow_empty: a predicate that selects nothing is not an error.
 
     Returns:
@@ -107,10 +111,16 @@ def dedicate_params(
             memory_limit_bytes,
         )
         plan = _C.make_plan(as_matrices(model, chosen), mesh.size(), 1, policy) if chosen else None
-        lines = _proposal(chosen, plan, reshard_after_forward, process_group_policy)
+        lines = _proposal(chosen, plan, strict_init, reshard_after_forward, process_group_policy)
     except Exception as error:
         _raise_everywhere(control, error)
-    _C.agree(control.group_name, lines, "")
+    _C.agree(
+        control.group_name,
+        lines,
+        subject="dedicate the same parameters",
+        advice="Make the predicate a function of name, shape and dtype only, and build the same model on "
+        "every rank.",
+    )
     if not chosen:
         return MappingProxyType({})
     warn_unusual(model, chosen)
@@ -177,15 +187,25 @@ def _plan_policy(strategy, cost_model, max_owners, pack, memory_limit) -> "_C.Pl
     return policy
 
 
-def _proposal(chosen: list[Chosen], plan, *settings) -> list[str]:
+def _proposal(chosen: list[Chosen], plan, strict_init: bool, *settings) -> list[str]:
     """What must be equal on all ranks, one line per parameter."""
     lines = [
         f"{c.name}\t{tuple(c.parameter.shape)} {c.parameter.dtype} on {c.parameter.device.type}, "
         f"unit {c.unit or 'root'!r}, {c.policy}, tied {c.names}"
+        + (f", values {_checksum(c.parameter)}" if strict_init else "")
         for c in chosen
     ]
+    versions = f"dmuon {version('dmuon')}, torch {torch.__version__}"
     digest = plan.digest() if plan else ""
-    return [*lines, f"the arguments of dedicate_params\tplan {digest}, {settings}"]
+    return [*lines, f"the arguments of dedicate_params\tplan {digest}, {settings}, {versions}"]
+
+
+def _checksum(parameter: torch.Tensor) -> str:
+    """Of the bytes; a parameter on the meta device has none."""
+    if parameter.is_meta:
+        return "meta"
+    flat = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _install(model, mesh, chosen, plan, control, groups, process_group_policy) -> Runtime:
@@ -198,6 +218,7 @@ def _install(model, mesh, chosen, plan, control, groups, process_group_policy) -
     ]
     order = _registration_order(model, chosen, unit_index)
     device = chosen[0].parameter.device
+    runtime.control, runtime.data_group = control, mesh.get_group()
     runtime.adapter = _C.Fsdp2Adapter(len(plan.units), float(mesh.size()))
     runtime.ring = _C.FlightRing()
     runtime.engine = _C.Engine(

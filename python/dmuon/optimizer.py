@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon import _C
 from dmuon.checkpoint import OwnedTensor, owned_tensor
-from dmuon.errors import choice
+from dmuon.errors import choice, listed
 from dmuon.names import slots
 from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
 from dmuon.param_groups import check_settings, lower
@@ -50,8 +50,11 @@ class Muon(torch.optim.Optimizer):
         nonfinite: what a NaN or infinity in any gradient does, agreed by all ranks before anything
             changes: ``"raise"``, ``"skip"`` the step, or ``"propagate"``.
 
+    Collective: every rank makes it, with the same arguments.
+
     Raises:
-        ValueError: no dedicated parameters; a setting out of range; see ``param_groups``.
+        ValueError: no dedicated parameters; a setting out of range, or not the same on every rank; a
+            parameter missing from ``param_groups``, or in two of them.
     """
 
     # Read by torch.amp.GradScaler: it hands itself to `step`, which refuses it by name.
@@ -101,6 +104,8 @@ class Muon(torch.optim.Optimizer):
         groups = lower(names, dedicated, parameters, param_groups, muon, adamw)
         super().__init__(groups, {"lr": lr})
         self._names = names
+        self._checked_parameters = False
+        self._agree(ns_backend, ns_steps, rule, nesterov, nonfinite)
         self._ns_options = as_newton_schulz(ns_backend).options(ns_steps)
         self._muon = _C.Optimizer(
             engine=runtime.engine,
@@ -114,6 +119,22 @@ class Muon(torch.optim.Optimizer):
         self._read_groups()
         self._place_state()
         runtime.optimizer = weakref.ref(self)
+
+    def _agree(self, *settings) -> None:
+        """What changes collectives or bits must be equal on all ranks; learning rates are compared at
+        each step."""
+        lines = [f"the settings\tbackend, steps, adjust_lr, nesterov, nonfinite: {settings}"]
+        lines += [
+            f"{self._names[id(p)]}\tgroup {group['group_name']!r}"
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+        _C.agree(
+            self._runtime.control.group_name,
+            lines,
+            subject="make the same dmuon.Muon",
+            advice="Give the same arguments on every rank.",
+        )
 
     def _model_parameters(self) -> tuple[dict[int, str], list[torch.Tensor]]:
         names: dict[int, str] = {}
@@ -176,6 +197,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._runtime.prepare_for_optimizer()
+        if not self._checked_parameters:
+            self._check_parameters()
         with torch.no_grad():
             settings = [self._checked(group) for group in self._muon_groups]
             _C.read_symmetric(self._symmetric, self._adamw.parameters)
@@ -183,6 +206,17 @@ class Muon(torch.optim.Optimizer):
                 self._adamw.step()
         self._runtime.after_step()
         return loss
+
+    def _check_parameters(self) -> None:
+        """fully_shard makes new Parameter objects; an optimizer made before it holds the old ones."""
+        current, _ = self._model_parameters()
+        stale = [name for key, name in self._names.items() if key not in current]
+        if stale:
+            raise ValueError(
+                f"{listed(stale)} were replaced after dmuon.Muon was made, so it would train weights that "
+                "the model does not use. Make dmuon.Muon after fully_shard and to_empty."
+            )
+        self._checked_parameters = True
 
     @staticmethod
     def _checked(group: dict) -> "_C.GroupSettings":

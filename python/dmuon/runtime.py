@@ -78,6 +78,8 @@ class Runtime:
         self.engine: _C.Engine = None
         self.adapter: _C.Fsdp2Adapter = None
         self.ring: _C.FlightRing = None
+        self.control = None  # process group of agreements and norms
+        self.data_group = None  # the mesh's own
         self.optimizer = lambda: None  # a weak reference to the Muon that trains this model
         self.boundary_hooks: list = []
         self.settled = False
