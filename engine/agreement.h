@@ -9,8 +9,8 @@
 
 namespace dmuon {
 
-// What one rank is about to do: one line per parameter or setting, "name\tdetail"; `detail` is shape,
-// dtype and whatever else must be equal. `error`: what went wrong on this rank already.
+// What one rank is about to do: one line per parameter or setting, "name\tdetail"; `detail` is
+// shape, dtype and whatever else must be equal. `error`: what went wrong on this rank already.
 // `subject` and `advice` begin and end the message: "the ranks do not <subject>: ... <advice>".
 struct Proposal {
   std::vector<std::string> lines;

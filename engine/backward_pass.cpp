@@ -8,6 +8,12 @@
 #include "engine/error.h"
 
 namespace dmuon {
+namespace {
+
+// Bytes. Handing work to another thread and back costs about 10 us, in which one core sums 100 kB.
+constexpr int64_t kWorthAThread = 1 << 20;
+
+}  // namespace
 
 // Called before autograd uses the gradient of an output of the boundary, once for each call of it.
 void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
@@ -109,8 +115,24 @@ void Engine::issue(UnitRuntime& unit) {
   unit.reduction =
       std::make_unique<Reduction>(unit.store, std::move(gradients),
                                   config_.adapter->reduce_dtype(u), config_.adapter->divisor(u));
-  unit.reduced = channels_.reduce_lane->submit(
-      [this, reduction = unit.reduction.get()] { reduction->run(*channels_.reduce); });
+  start(unit);
+}
+
+// On the host the training thread issues, so that all ranks issue in one order, and the backend's
+// threads carry; what is then worth a thread of ours is summed beside backward, the rest when it is
+// collected. On an accelerator all of it is enqueued on the lane.
+void Engine::start(UnitRuntime& unit) {
+  Reduction& reduction = *unit.reduction;
+  if (!reduction.on_host()) {
+    unit.reduced = channels_.reduce_lane->submit([this, &reduction] {
+      reduction.start(*channels_.reduce);
+      reduction.finish();
+    });
+    return;
+  }
+  reduction.start(*channels_.reduce);
+  unit.finish_here = reduction.nbytes() < kWorthAThread;
+  if (!unit.finish_here) unit.reduced = channels_.reduce_lane->submit([&] { reduction.finish(); });
 }
 
 // Adds what this pass has brought to what earlier ones have left, in float32.
@@ -128,7 +150,10 @@ void Engine::keep_local(Slot& slot) {
 // The reduction in flight, if any, is added to what earlier passes have brought to the owner.
 void Engine::collect(UnitRuntime& unit) {
   if (!unit.reduction) return;
-  unit.reduced.wait();
+  if (std::exchange(unit.finish_here, false))
+    unit.reduction->finish();
+  else
+    unit.reduced.wait();
   auto& slots = unit.store.slots();
   for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
     const at::Tensor result = unit.reduction->result(s);

@@ -1,4 +1,5 @@
 #include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -29,8 +30,18 @@ struct Call {
   bool done = false;
 };
 
-// Every type travels as bytes where nothing is added up: not every gloo knows bf16.
-at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
+// What nothing is added up of travels as bytes where its type may be unknown to a backend, as bf16
+// is to some builds of gloo.
+bool known_everywhere(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat; }
+
+at::Tensor as_flat(const at::Tensor& tensor) {
+  const at::Tensor flat = tensor.dim() == 1 ? tensor : tensor.view({-1});
+  return known_everywhere(tensor) ? flat : flat.view(at::kByte);
+}
+
+int64_t items_per_element(const at::Tensor& tensor) {
+  return known_everywhere(tensor) ? 1 : tensor.element_size();
+}
 
 std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
   for (int64_t& count : counts) count *= factor;
@@ -40,6 +51,11 @@ std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
 std::string text_of(const std::exception& failure) {
   const auto* error = dynamic_cast<const c10::Error*>(&failure);
   return error ? error->what_without_backtrace() : failure.what();
+}
+
+// Past the dispatcher, which costs several times the call itself.
+c10::intrusive_ptr<c10d::Backend> backend_of(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+  return group.getBackend(tensor.device().type());
 }
 
 // On an accelerator: on the current stream, without a stream of the backend's own.
@@ -70,17 +86,25 @@ class C10dTransport final : public Transport {
 
   void exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts, at::Tensor send,
                 const std::vector<int64_t>& send_counts, const std::string& unit) override {
+    start_exchange(std::move(recv), recv_counts, std::move(send), send_counts, unit)->wait();
+  }
+
+  std::unique_ptr<Pending> start_exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts,
+                                          at::Tensor send, const std::vector<int64_t>& send_counts,
+                                          const std::string& unit) override {
     require_exchange(recv, recv_counts, send, send_counts, rank(), size(), unit);
     const int64_t bytes = send.nbytes();
-    run({Op::exchange, -1, bytes, bytes,
-         [&](c10d::ProcessGroup& group) {
-           at::Tensor out = as_bytes(recv), in = as_bytes(send);
-           auto out_splits = times(recv_counts, recv.element_size());
-           auto in_splits = times(send_counts, send.element_size());
-           return group.alltoall_base(out, in, out_splits, in_splits,
-                                      options_for<c10d::AllToAllOptions>(recv));
-         }},
-        unit);
+    std::vector<Call> calls;
+    calls.push_back({Op::exchange, -1, bytes, bytes, [&](c10d::ProcessGroup& group) {
+                       at::Tensor out = as_flat(recv), in = as_flat(send);
+                       auto out_splits = times(recv_counts, items_per_element(recv));
+                       auto in_splits = times(send_counts, items_per_element(send));
+                       return backend_of(group, in)->alltoall_base(
+                           out, in, out_splits, in_splits,
+                           options_for<c10d::AllToAllOptions>(recv));
+                     }});
+    issue_all(calls, unit);
+    return std::make_unique<Issued>(*this, std::move(calls), unit, std::vector{recv, send});
   }
 
   void all_reduce(at::Tensor tensor, ReduceOp op, const std::string& unit) override {
@@ -91,7 +115,7 @@ class C10dTransport final : public Transport {
            std::vector<at::Tensor> tensors{tensor};
            auto options = options_for<c10d::AllreduceOptions>(tensor);
            options.reduceOp = op == ReduceOp::sum ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
-           return group.allreduce(tensors, options);
+           return backend_of(group, tensor)->allreduce(tensors, options);
          }},
         unit);
   }
@@ -102,8 +126,9 @@ class C10dTransport final : public Transport {
     const int64_t bytes = in.nbytes();
     run({Op::all_gather, -1, bytes, traffic_.all_gather(bytes),
          [&](c10d::ProcessGroup& group) {
-           at::Tensor to = as_bytes(out), from = as_bytes(in);
-           return group._allgather_base(to, from, options_for<c10d::AllgatherOptions>(in));
+           at::Tensor to = as_flat(out), from = as_flat(in);
+           return backend_of(group, in)->_allgather_base(to, from,
+                                                         options_for<c10d::AllgatherOptions>(in));
          }},
         unit);
   }
@@ -122,10 +147,10 @@ class C10dTransport final : public Transport {
     const int64_t bytes = part.tensor.nbytes();
     return {Op::broadcast, part.root, bytes, traffic_.broadcast(part.root, bytes),
             [&part](c10d::ProcessGroup& group) {
-              std::vector<at::Tensor> tensors{as_bytes(part.tensor)};
+              std::vector<at::Tensor> tensors{as_flat(part.tensor)};
               auto options = options_for<c10d::BroadcastOptions>(part.tensor);
               options.rootRank = part.root;
-              return group.broadcast(tensors, options);
+              return backend_of(group, part.tensor)->broadcast(tensors, options);
             }};
   }
 
@@ -135,14 +160,46 @@ class C10dTransport final : public Transport {
     run(calls, unit);
   }
 
+  class Issued final : public Pending {
+   public:
+    Issued(C10dTransport& transport, std::vector<Call> calls, std::string unit,
+           std::vector<at::Tensor> held)
+        : transport_(transport),
+          calls_(std::move(calls)),
+          unit_(std::move(unit)),
+          held_(std::move(held)) {}
+
+    void wait() override { transport_.finish_all(calls_, unit_); }
+
+   private:
+    C10dTransport& transport_;
+    std::vector<Call> calls_;
+    const std::string unit_;
+    const std::vector<at::Tensor> held_;
+  };
+
   // Issues all, then waits for all.
   void run(std::vector<Call>& calls, const std::string& unit) {
+    issue_all(calls, unit);
+    finish_all(calls, unit);
+  }
+
+  void issue_all(std::vector<Call>& calls, const std::string& unit) {
     const Group group = open_group(unit);
     if (size() == 1) return;
+    guarded(calls, unit, [&](Call& call) { issue(call, *group, unit); });
+  }
+
+  void finish_all(std::vector<Call>& calls, const std::string& unit) {
+    if (size() == 1) return;
+    guarded(calls, unit, [&](Call& call) { finish(call); });
+  }
+
+  template <class F>
+  void guarded(std::vector<Call>& calls, const std::string& unit, const F& each) {
     size_t at = 0;
     try {
-      for (at = 0; at < calls.size(); ++at) issue(calls[at], *group, unit);
-      for (at = 0; at < calls.size(); ++at) finish(calls[at]);
+      for (; at < calls.size(); ++at) each(calls[at]);
     } catch (const std::exception& failure) {
       fail(calls, calls[at], unit, text_of(failure));
     }
@@ -150,7 +207,7 @@ class C10dTransport final : public Transport {
 
   void issue(Call& call, c10d::ProcessGroup& group, const std::string& unit) {
     if (ring_) call.sequence = ring_->begin(call.op, unit, call.root, call.sent_bytes);
-    call.work = call.issue(group);
+    call.work = std::exchange(call.issue, nullptr)(group);
   }
 
   void finish(Call& call) {

@@ -70,6 +70,10 @@ class DeviceLane final : public Lane {
     return end();
   }
 
+  void run(const std::function<void()>& work, const std::vector<Event>& after) override {
+    submit(work, after).wait();
+  }
+
   Event record() override {
     std::lock_guard lock(mutex_);
     return end();

@@ -120,16 +120,10 @@ void Engine::materialise(UnitRuntime& unit) {
   }
   const int index = static_cast<int>(&unit - units_.data());
   unit.store.prepare(config_.adapter->compute_dtype(index));
-  const auto parts = unit.store.allocate();
-  if (channels_.materialise->size() > 1) {
-    note(2 * index);
-    auto broadcast = [this, &unit, &parts] {
-      channels_.materialise->broadcast(parts, unit.store.name());
-    };
-    channels_.materialise_lane->submit(broadcast, {unit.published}).wait();
-  } else {
-    unit.published.wait();
-  }
+  const auto& parts = unit.store.allocate();
+  if (channels_.materialise->size() > 1) note(2 * index);
+  channels_.materialise_lane->run(
+      [&] { channels_.materialise->broadcast(parts, unit.store.name()); }, {unit.published});
   ++counters_.materialisations;
   unit.store.show_whole();
 }

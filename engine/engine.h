@@ -110,6 +110,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool refired = false;  // a gradient came after the reduction was issued
     bool keep = false;     // no output to hook: stays whole until the backward pass ends
     std::unique_ptr<Reduction> reduction;
+    bool finish_here = false;  // no lane finishes the reduction: whoever collects it does
     Event reduced, published;
   };
 
@@ -128,6 +129,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release_finished(int boundary);
   void issue_ready();
   void issue(UnitRuntime& unit);
+  void start(UnitRuntime& unit);
   void arm_late(UnitRuntime& unit, int slot);
   static void keep_local(Slot& slot);
   void end_pass();

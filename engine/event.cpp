@@ -1,4 +1,5 @@
 #include "engine/event_state.h"
+#include "engine/task_scope.h"
 
 namespace dmuon {
 
@@ -12,6 +13,13 @@ void Event::wait() const {
 
 void Event::synchronize() const {
   if (state_) state_->synchronize();
+}
+
+void Lane::run(const std::function<void()>& work, const std::vector<Event>& after) {
+  record().wait();
+  for (const Event& event : after) event.wait();
+  TaskScope scope;
+  work();
 }
 
 }  // namespace dmuon

@@ -62,6 +62,10 @@ class Lane {
   // of lane holds the thread that runs the work, so prefer events of the same kind.
   virtual Event submit(std::function<void()> work, std::vector<Event> after = {}) = 0;
 
+  // As submit and wait. On the host the work runs on the calling thread, which must be the only one
+  // that uses the lane: two context switches less.
+  virtual void run(const std::function<void()>& work, const std::vector<Event>& after = {});
+
   // The end of what has been submitted so far.
   virtual Event record() = 0;
 

@@ -2,8 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include <numeric>
-
+#include "kernels/pack.h"
 #include "kernels/sum_pieces.h"
 
 namespace dmuon {
@@ -12,111 +11,106 @@ namespace {
 // A segment travels as its gradients, then one element per matrix: 1 where the sender had one.
 int64_t travelling(const SegmentStore& segment) { return segment.numel + segment.slots; }
 
-// Segments that move together: at most one per owner.
-std::vector<std::vector<int>> transfers_of(const UnitStore& unit) {
-  std::vector<std::vector<int>> transfers;
-  int32_t last_owner = -1;
-  for (size_t i = 0; i < unit.segments().size(); ++i) {
-    const int32_t owner = unit.segments()[i].owner;
-    if (transfers.empty() || owner <= last_owner) transfers.emplace_back();
-    transfers.back().push_back(static_cast<int>(i));
-    last_owner = owner;
-  }
-  return transfers;
-}
-
 }  // namespace
 
 Reduction::Reduction(const UnitStore& unit, std::vector<at::Tensor> gradients, at::ScalarType dtype,
                      double divisor)
     : unit_(unit),
       gradients_(std::move(gradients)),
-      dtype_(dtype),
+      options_(unit.slots().front().parameter.options().dtype(dtype).requires_grad(false)),
       divisor_(divisor),
-      device_(unit.slots().front().parameter.device()),
-      results_(gradients_.size()) {}
+      transfers_(transfers_of(unit)) {}
 
-void Reduction::run(Transport& transport) {
-  for (const auto& segments : transfers_of(unit_)) run_transfer(transport, segments);
+std::vector<Reduction::Transfer> Reduction::transfers_of(const UnitStore& unit) {
+  std::vector<Transfer> transfers;
+  int32_t last_owner = -1;
+  for (int i = 0; i < static_cast<int>(unit.segments().size()); ++i) {
+    const auto& segment = unit.segments()[i];
+    if (transfers.empty() || segment.owner <= last_owner) transfers.emplace_back();
+    if (segment.owned) transfers.back().mine = i;
+    transfers.back().segments.push_back(i);
+    last_owner = segment.owner;
+  }
+  return transfers;
+}
+
+void Reduction::start(Transport& transport) {
+  rank_ = transport.rank();
+  size_ = transport.size();
+  for (auto& transfer : transfers_) start(transfer, transport);
   gradients_.clear();
 }
 
-// The buffer to send holds what goes to the others, in rank order, then what stays here.
-void Reduction::run_transfer(Transport& transport, const std::vector<int>& segments) {
-  const int rank = transport.rank();
-  std::vector<int64_t> send_counts(transport.size(), 0), recv_counts(transport.size(), 0);
-  int mine = -1;
-  for (const int i : segments) {
+void Reduction::start(Transfer& transfer, Transport& transport) {
+  std::vector<int64_t> send_counts(size_, 0), recv_counts(size_, 0);
+  int64_t sent = 0;
+  for (const int i : transfer.segments) {
+    if (i == transfer.mine) continue;
     const auto& segment = unit_.segments()[i];
-    if (segment.owner == rank)
-      mine = i;
-    else
-      send_counts[segment.owner] = travelling(segment);
+    sent += send_counts[segment.owner] = travelling(segment);
   }
-  const int64_t own = mine < 0 ? 0 : travelling(unit_.segments()[mine]);
-  if (mine >= 0) std::fill(recv_counts.begin(), recv_counts.end(), own);
-  recv_counts[rank] = 0;
+  const int64_t own = transfer.mine < 0 ? 0 : travelling(unit_.segments()[transfer.mine]);
+  recv_counts.assign(size_, own);
+  recv_counts[rank_] = 0;
 
-  const auto options = at::TensorOptions().dtype(dtype_).device(device_);
-  const int64_t sent = std::accumulate(send_counts.begin(), send_counts.end(), int64_t{0});
-  const at::Tensor packed = at::empty({sent + own}, options);
+  transfer.packed = at::empty({sent + own}, options_);
+  transfer.received = at::empty({own * (size_ - 1)}, options_);
+  nbytes_ += own * size_ * transfer.packed.element_size();
   int64_t offset = 0;
-  for (const int i : segments) {
-    if (i == mine) continue;
-    pack(unit_.segments()[i], packed.narrow(0, offset, travelling(unit_.segments()[i])));
-    offset += travelling(unit_.segments()[i]);
+  for (const int i : transfer.segments) {
+    const auto& segment = unit_.segments()[i];
+    pack(segment, transfer.packed, i == transfer.mine ? sent : offset);
+    offset += i == transfer.mine ? 0 : travelling(segment);
   }
-  if (mine >= 0) pack(unit_.segments()[mine], packed.narrow(0, sent, own));
+  const at::Tensor send = own ? transfer.packed.narrow(0, 0, sent) : transfer.packed;
+  transfer.pending =
+      transport.start_exchange(transfer.received, recv_counts, send, send_counts, unit_.name());
+}
 
-  const at::Tensor received = at::empty({own * (transport.size() - 1)}, options);
-  transport.exchange(received, recv_counts, packed.narrow(0, 0, sent), send_counts, unit_.name());
-  if (mine < 0) return;
+void Reduction::pack(const SegmentStore& segment, const at::Tensor& packed, int64_t offset) const {
+  const at::Tensor* gradients = gradients_.data() + segment.first_slot;
+  for (int i = 0; i < segment.slots; ++i) {
+    const Slot& slot = unit_.slots()[segment.first_slot + i];
+    pack_one(packed, offset + slot.offset, slot.numel, gradients[i]);
+  }
+  pack_flags(packed, offset + segment.numel, gradients, segment.slots);
+}
+
+void Reduction::finish() {
+  for (auto& transfer : transfers_) {
+    transfer.pending->wait();
+    if (transfer.mine >= 0) sum(transfer);
+    transfer.pending.reset();
+    transfer.packed = transfer.received = at::Tensor();
+  }
+}
+
+// The flags are divided too: what counts is whether their sum is zero.
+void Reduction::sum(Transfer& transfer) const {
+  const int64_t own = travelling(unit_.segments()[transfer.mine]);
+  const int64_t sent = transfer.packed.size(0) - own;
   std::vector<at::Tensor> pieces;
-  for (int r = 0; r < transport.size(); ++r) {
-    const int64_t before = r < rank ? r : r - 1;
-    pieces.push_back(r == rank ? packed.narrow(0, sent, own)
-                               : received.narrow(0, before * own, own));
+  pieces.reserve(size_);
+  for (int r = 0; r < size_; ++r) {
+    const int64_t before = r < rank_ ? r : r - 1;
+    pieces.push_back(r == rank_ ? transfer.packed.narrow(0, sent, own)
+                                : transfer.received.narrow(0, before * own, own));
   }
-  sum(mine, pieces);
+  transfer.sum = at::empty({own}, options_.dtype(at::kFloat));
+  sum_pieces(transfer.sum, pieces, 1.0 / divisor_, false);
 }
 
-void Reduction::pack(const SegmentStore& segment, at::Tensor out) const {
-  for (int i = 0; i < segment.slots; ++i) {
-    const Slot& slot = unit_.slots()[segment.first_slot + i];
-    const at::Tensor& gradient = gradients_[segment.first_slot + i];
-    at::Tensor place = out.narrow(0, slot.offset, c10::multiply_integers(slot.sizes));
-    if (gradient.defined())
-      place.view(slot.sizes).copy_(gradient);
-    else
-      place.zero_();
-    out.narrow(0, segment.numel + i, 1).fill_(gradient.defined() ? 1 : 0);
+at::Tensor Reduction::result(int index) const {
+  const Slot& slot = unit_.slots()[index];
+  if (!slot.owned) return {};
+  for (const auto& transfer : transfers_) {
+    if (transfer.mine != slot.segment) continue;
+    const auto& segment = unit_.segments()[slot.segment];
+    const at::Tensor flag = transfer.sum.narrow(0, segment.numel + index - segment.first_slot, 1);
+    if (flag.item<float>() == 0) return {};
+    return transfer.sum.as_strided(slot.sizes, slot.strides, slot.offset);
   }
-}
-
-void Reduction::sum(int index, const std::vector<at::Tensor>& pieces) {
-  const auto& segment = unit_.segments()[index];
-  const at::Tensor total =
-      at::empty({travelling(segment)}, at::TensorOptions().dtype(at::kFloat).device(device_));
-  at::Tensor gradient = total.narrow(0, 0, segment.numel);
-  at::Tensor senders = total.narrow(0, segment.numel, segment.slots);
-  std::vector<at::Tensor> gradients, flags;
-  for (const auto& piece : pieces) {
-    gradients.push_back(piece.narrow(0, 0, segment.numel));
-    flags.push_back(piece.narrow(0, segment.numel, segment.slots));
-  }
-  sum_pieces(gradient, gradients, 1.0 / divisor_, false);
-  sum_pieces(senders, flags, 1.0, false);
-  for (int i = 0; i < segment.slots; ++i) {
-    const Slot& slot = unit_.slots()[segment.first_slot + i];
-    const int64_t numel = c10::multiply_integers(slot.sizes);
-    results_[segment.first_slot + i] = {gradient.narrow(0, slot.offset, numel).view(slot.sizes),
-                                        senders.narrow(0, i, 1)};
-  }
-}
-
-at::Tensor Reduction::result(int slot) const {
-  const auto& [gradient, senders] = results_[slot];
-  return senders.defined() && senders.item<float>() > 0 ? gradient : at::Tensor();
+  return {};
 }
 
 }  // namespace dmuon

@@ -7,6 +7,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 #include "engine/transport.h"
@@ -16,33 +17,46 @@ namespace dmuon {
 
 class Reduction {
  public:
-  // `gradients`: one per slot of the unit, undefined where this rank has none (it sends zeros).
-  // They are read when the reduction runs. The sum is divided by `divisor`.
+  // `gradients`: one per slot of the unit, undefined where this rank has none (it sends zeros). The
+  // sum is divided by `divisor`.
   Reduction(const UnitStore& unit, std::vector<at::Tensor> gradients, at::ScalarType dtype,
             double divisor);
 
-  // Collective. Once. Runs on the reduce lane.
-  void run(Transport& transport);
+  // Collective: packs and issues. Lets the gradients go.
+  void start(Transport& transport);
+  // Waits and sums. From any thread, once.
+  void finish();
 
-  // After `run`, of an owned slot: the mean in float32, in the parameter's sizes; undefined where
-  // no rank had a gradient.
+  // After `finish`, of an owned slot: the mean in float32, in the parameter's sizes; undefined
+  // where no rank had a gradient.
   at::Tensor result(int slot) const;
 
+  int64_t nbytes() const { return nbytes_; }  // what the sum reads; after `start`
+  bool on_host() const { return options_.device().is_cpu(); }
+
  private:
-  void run_transfer(Transport& transport, const std::vector<int>& segments);
-  void pack(const SegmentStore& segment, at::Tensor out) const;
-  void sum(int segment, const std::vector<at::Tensor>& pieces);
+  // Segments that move together, at most one per owner.
+  struct Transfer {
+    std::vector<int> segments;
+    int mine = -1;        // the one that this rank owns, if any
+    at::Tensor packed;    // what goes to the others, in rank order, then what stays here
+    at::Tensor received;  // the others' pieces of `mine`, in rank order
+    at::Tensor sum;       // of `mine`
+    std::unique_ptr<Pending> pending;
+  };
+
+  static std::vector<Transfer> transfers_of(const UnitStore& unit);
+  void start(Transfer& transfer, Transport& transport);
+  void pack(const SegmentStore& segment, const at::Tensor& packed, int64_t offset) const;
+  void sum(Transfer& transfer) const;
 
   const UnitStore& unit_;
   std::vector<at::Tensor> gradients_;
-  at::ScalarType dtype_;
+  at::TensorOptions options_;
   double divisor_;
-  at::Device device_;
-  struct Result {
-    at::Tensor gradient;
-    at::Tensor senders;  // one element: how many ranks had a gradient
-  };
-  std::vector<Result> results_;  // per slot
+  int rank_ = 0, size_ = 1;
+  int64_t nbytes_ = 0;
+  std::vector<Transfer> transfers_;
 };
 
 }  // namespace dmuon

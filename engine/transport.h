@@ -29,6 +29,13 @@ struct Broadcast {
 
 enum class ReduceOp { sum, max };
 
+// An operation that has been issued. Its tensors are held until it is destroyed.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  virtual void wait() = 0;  // until they may be used; as the Transport's calls do
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -42,6 +49,14 @@ class Transport {
   // rank order. A rank's own counts are 0: it keeps what is its own.
   virtual void exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts, at::Tensor send,
                         const std::vector<int64_t>& send_counts, const std::string& unit) = 0;
+
+  // The same, issued now and finished by wait(), from any thread. What cannot run beside its caller
+  // is finished when this returns.
+  virtual std::unique_ptr<Pending> start_exchange(at::Tensor recv,
+                                                  const std::vector<int64_t>& recv_counts,
+                                                  at::Tensor send,
+                                                  const std::vector<int64_t>& send_counts,
+                                                  const std::string& unit);
 
   virtual void all_reduce(at::Tensor tensor, ReduceOp op, const std::string& unit) = 0;
 

@@ -13,16 +13,26 @@ at::ScalarType master_dtype(const at::Tensor& parameter) {
   return parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (int64_t d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; --d) {
+    strides[d] = strides[d + 1] * std::max<int64_t>(1, sizes[d + 1]);
+  }
+  return strides;
+}
+
 }  // namespace
 
 UnitStore::UnitStore(const OwnershipPlan& plan, int unit, int rank) : name_(plan.units[unit].name) {
   for (const auto& segment : plan.units[unit].segments) {
     SegmentStore store{.owner = segment.owner, .first_slot = static_cast<int32_t>(slots_.size())};
+    store.owned = segment.owner == rank;
     for (const int32_t matrix : segment.matrices) {
       Slot slot{.matrix = matrix, .segment = static_cast<int32_t>(segments_.size())};
       slot.offset = store.numel;
-      slot.owned = segment.owner == rank;
-      store.numel += plan.matrices[matrix].numel();
+      slot.numel = plan.matrices[matrix].numel();
+      slot.owned = store.owned;
+      store.numel += slot.numel;
       slots_.push_back(std::move(slot));
     }
     store.slots = static_cast<int32_t>(segment.matrices.size());
@@ -34,6 +44,7 @@ void UnitStore::adopt(int index, const at::Tensor& parameter) {
   Slot& slot = slots_[index];
   slot.parameter = parameter;
   slot.sizes = parameter.sizes().vec();
+  slot.strides = contiguous_strides(slot.sizes);
   if (parameter.is_meta()) return;
   auto& segment = segments_[slot.segment];
   if (slot.owned) {
@@ -53,8 +64,8 @@ bool UnitStore::adopted() const {
 }
 
 at::Tensor UnitStore::part_of_master(const Slot& slot) const {
-  const int64_t numel = c10::multiply_integers(slot.sizes);
-  return segments_[slot.segment].master.narrow(0, slot.offset, numel).view(slot.sizes);
+  const at::Tensor& master = segments_[slot.segment].master;
+  return master.narrow(0, slot.offset, slot.numel).view(slot.sizes);
 }
 
 at::Tensor UnitStore::master(int index) const {
@@ -71,32 +82,42 @@ void UnitStore::set_value(int index, const at::Tensor& value) {
 
 void UnitStore::prepare(at::ScalarType compute_dtype) {
   if (prepared_) return;
-  const at::Device device = slots_.front().parameter.device();
+  lay_out(compute_dtype, slots_.front().parameter.device());
   for (auto& segment : segments_) {
-    segment.buffer = FlatBuffer(segment.numel, compute_dtype, device);
-    segment.buffer.allocate();  // views can be made of allocated memory only
-    for (int i = 0; i < segment.slots; ++i) {
-      Slot& slot = slots_[segment.first_slot + i];
-      slot.whole = segment.buffer.view(slot.offset, slot.sizes);
-    }
-    if (!segment.master.defined()) {
-      segment.buffer.free();
-      continue;
-    }
-    segment.buffer.flat().copy_(segment.master);
-    if (segment.master.scalar_type() == compute_dtype) segment.master = segment.buffer.flat();
+    if (segment.owned) move_master(segment);
+    if (segment.numel > 0) parts_.push_back({segment.flat, segment.owner});
   }
+  others_.free();
   prepared_ = true;
 }
 
-std::vector<Broadcast> UnitStore::allocate() {
-  std::vector<Broadcast> parts;
-  parts.reserve(segments_.size());
+// Views can be made of allocated memory only.
+void UnitStore::lay_out(at::ScalarType dtype, const at::Device& device) {
+  int64_t numel[2] = {0, 0};
+  for (const auto& segment : segments_) numel[segment.owned] += segment.numel;
+  own_ = FlatBuffer(numel[1], dtype, device);
+  others_ = FlatBuffer(numel[0], dtype, device);
+  int64_t offset[2] = {0, 0};
   for (auto& segment : segments_) {
-    segment.buffer.allocate();
-    if (segment.numel > 0) parts.push_back({segment.buffer.flat(), segment.owner});
+    FlatBuffer& buffer = segment.owned ? own_ : others_;
+    buffer.allocate();
+    segment.flat = buffer.view(offset[segment.owned], {segment.numel});
+    for (int i = 0; i < segment.slots; ++i) {
+      Slot& slot = slots_[segment.first_slot + i];
+      slot.whole = buffer.view(offset[segment.owned] + slot.offset, slot.sizes);
+    }
+    offset[segment.owned] += segment.numel;
   }
-  return parts;
+}
+
+void UnitStore::move_master(SegmentStore& segment) {
+  segment.flat.copy_(segment.master);
+  if (segment.master.scalar_type() == segment.flat.scalar_type()) segment.master = segment.flat;
+}
+
+const std::vector<Broadcast>& UnitStore::allocate() {
+  others_.allocate();
+  return parts_;
 }
 
 void UnitStore::show_whole() {
@@ -107,24 +128,19 @@ void UnitStore::show_whole() {
 void UnitStore::release() {
   if (!shown_) return;
   for (auto& slot : slots_) show(slot.parameter, slot.placeholder);
-  for (auto& segment : segments_) {
-    if (!segment.master.defined()) segment.buffer.free();
-  }
+  others_.free();
   shown_ = false;
 }
 
 bool UnitStore::publishes() const {
   return std::any_of(segments_.begin(), segments_.end(), [](const SegmentStore& segment) {
-    return segment.master.defined() &&
-           segment.master.scalar_type() != segment.buffer.flat().scalar_type();
+    return segment.master.defined() && segment.master.scalar_type() != segment.flat.scalar_type();
   });
 }
 
 void UnitStore::publish() {
   for (auto& segment : segments_) {
-    if (segment.master.defined() && !segment.master.is_same(segment.buffer.flat())) {
-      segment.buffer.flat().copy_(segment.master);
-    }
+    if (segment.owned && !segment.master.is_same(segment.flat)) segment.flat.copy_(segment.master);
   }
 }
 

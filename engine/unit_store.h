@@ -1,8 +1,8 @@
 // The weights of one unit on this rank: where they lie, and when they are whole.
 //
-// Buffers: one per segment, that is per (unit, owner). On its owner a segment's buffer is always
-// allocated; where the compute dtype is the master's they are one memory. Elsewhere it is allocated
-// by `allocate` and freed by `release`. Used from the training thread; `publish` may run on a lane.
+// Two buffers: `own` holds the segments that this rank owns and is always allocated; where the
+// compute dtype is the master's, the masters are that memory. `others` holds the rest: allocated by
+// `allocate`, freed by `release`. Used from the training thread; `publish` may run on a lane.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -19,10 +19,11 @@ namespace dmuon {
 
 // One dedicated parameter in its unit.
 struct Slot {
-  int32_t matrix = -1;         // index into the plan
-  int32_t segment = -1;        // index into UnitStore::segments()
-  int64_t offset = 0;          // in the segment, in elements
-  std::vector<int64_t> sizes;  // of the parameter
+  int32_t matrix = -1;   // index into the plan
+  int32_t segment = -1;  // index into UnitStore::segments()
+  int64_t offset = 0;    // in the segment, in elements
+  int64_t numel = 0;
+  std::vector<int64_t> sizes, strides;  // of the parameter, contiguous
   bool owned = false;
 
   at::Tensor parameter;    // the object that module, autograd and optimizer see, all the time
@@ -42,7 +43,8 @@ struct SegmentStore {
   int32_t owner = 0;
   int32_t first_slot = 0, slots = 0;
   int64_t numel = 0;
-  FlatBuffer buffer;  // compute dtype
+  bool owned = false;
+  at::Tensor flat;    // 1-D, compute dtype; others' may be read while the unit is whole only
   at::Tensor master;  // owner only, 1-D
 };
 
@@ -70,7 +72,7 @@ class UnitStore {
   void prepare(at::ScalarType compute_dtype);  // before the first use; later calls do nothing
   bool prepared() const { return prepared_; }
 
-  std::vector<Broadcast> allocate();  // what must be broadcast to make the unit whole
+  const std::vector<Broadcast>& allocate();  // what must be broadcast to make the unit whole
   void show_whole();
   void release();
   bool shown() const { return shown_; }
@@ -84,10 +86,14 @@ class UnitStore {
 
  private:
   at::Tensor part_of_master(const Slot& slot) const;
+  void lay_out(at::ScalarType dtype, const at::Device& device);
+  void move_master(SegmentStore& segment);
 
   std::string name_;
   std::vector<Slot> slots_;
   std::vector<SegmentStore> segments_;
+  FlatBuffer own_, others_;
+  std::vector<Broadcast> parts_;
   bool prepared_ = false;
   bool shown_ = false;
 };

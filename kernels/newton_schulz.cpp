@@ -131,8 +131,9 @@ class Chain {
     multiply_add(r_, a, spare_, 1, z_, spare_);
   }
 
-  // Q = (a I + Z) Q, in this order: then R stays the Gram matrix of Q X under rounding, where Q (a I +
-  // Z), equal in exact arithmetic, lets the two drift apart. A chain's first Q is a I + Z itself.
+  // Q = (a I + Z) Q, in this order: then R stays the Gram matrix of Q X under rounding, where Q (a
+  // I + Z), equal in exact arithmetic, lets the two drift apart. A chain's first Q is a I + Z
+  // itself.
   void extend_product(double a) {
     if (std::exchange(fresh_, false)) {
       std::swap(q_, z_);

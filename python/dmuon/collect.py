@@ -197,13 +197,15 @@ def as_matrices(model: nn.Module, chosen: list[Chosen]) -> list["_C.Matrix"]:
 
 def warn_unusual(model: nn.Module, chosen: list[Chosen]) -> None:
     """Embeddings and output heads: Muon is not meant for them, though it runs."""
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    repeated = containers(model)
+    vocabularies = {
+        (m.num_embeddings, m.embedding_dim) for m in model.modules() if isinstance(m, nn.Embedding)
+    }
     unusual = [
         c.name
         for c in chosen
-        for module, _ in c.slots[:1]
-        if isinstance(module, nn.Embedding)
-        or (isinstance(module, nn.Linear) and module.out_features in vocabularies)
+        if not _C.layer_of(c.name, repeated)
+        and (isinstance(c.slots[0][0], nn.Embedding) or tuple(c.parameter.shape) in vocabularies)
     ]
     if unusual:
         warnings.warn(
