@@ -102,7 +102,7 @@ def exception_inside(run):
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_step_after_no_sync_alone_is_refused_or_complete(world_size):
+def test_a_step_after_no_sync_alone_is_refused(world_size):
     run_ranks(check_forgotten_sync, world_size)
 
 
@@ -113,7 +113,7 @@ def check_forgotten_sync(rank, world_size):
     before = full_weights(run.model)
     with run.no_sync():
         run.loss(5, rank).backward()
-    assert_all_raise(run.optimizer.step, "RuntimeError", "no_sync")
+    assert_all_raise(run.optimizer.step, "ValueError", "no_sync")
     assert_same(full_weights(run.model), before)
     run.optimizer.zero_grad()
     run.train(6)

@@ -315,6 +315,46 @@ def skip_on(rank_that_skips):
     return script
 
 
+class SometimesSpare(torch.nn.Module):
+    """One matrix of the unit is used only where `spares` says so."""
+
+    spares = True
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.up = torch.nn.Linear(dim, hidden, bias=False)
+        self.down = torch.nn.Linear(hidden, dim, bias=False)
+        self.spare = torch.nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x):
+        y = x + self.down(torch.tanh(self.up(x)))
+        return self.spare(y) if SometimesSpare.spares else y
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_matrix_of_a_unit_unused_on_some_ranks(world_size):
+    run_ranks(check_matrix_unused_on_some, world_size)
+
+
+def check_matrix_unused_on_some(rank, world_size):
+    for last_user in range(world_size - 1):
+        check_parity(
+            rank, world_size, spare_up_to(last_user), make_model=lambda: Net(block=SometimesSpare)
+        )
+
+
+def spare_up_to(last_user):
+    def script(run):
+        for step in range(3):
+            for rank in run.ranks:
+                SometimesSpare.spares = rank <= last_user or step == 1
+                run.loss(step, rank).backward()
+            run.step()
+        SometimesSpare.spares = True
+
+    return script
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_unused_on_all_ranks(world_size):
     run_ranks(check_unused_everywhere, world_size)

@@ -258,7 +258,9 @@ def check_state_on_owners(rank, world_size):
             big = [
                 v
                 for v in state.values()
-                if isinstance(v, torch.Tensor) and v.untyped_storage().nbytes() > 16
+                if isinstance(v, torch.Tensor)
+                and not isinstance(v, dmuon.OwnedTensor)
+                and v.untyped_storage().nbytes() > 16
             ]
             assert not big, f"{name}: state on a rank that does not own it"
         elif name in owned:
@@ -329,7 +331,7 @@ def momentum(run):
         v.clone()
         for state in run.optimizer.state.values()
         for v in state.values()
-        if isinstance(v, torch.Tensor) and v.ndim > 0
+        if isinstance(v, torch.Tensor) and v.ndim > 0 and not isinstance(v, dmuon.OwnedTensor)
     ]
 
 

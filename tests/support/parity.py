@@ -141,7 +141,10 @@ def _run(run, script, prepare):
 
 
 def _compare(weights, exact, single):
-    steps = max(exact.steps, 1)
+    """A tied weight may go by any of its names."""
+    steps, slots = max(exact.steps, 1), named_slots(exact.model)
+    first = {id(p): clean_name(n) for n, p in exact.model.named_parameters()}
+    weights = {first[id(slots[name])]: w for name, w in weights.items()}
     assert_weights_close(weights, clean_weights(exact.model), clean_weights(single.model), steps)
 
 
@@ -161,8 +164,8 @@ def clean_weights(model):
 
 
 def dedicated_objects(model):
-    names = {clean_name(p.fqn) for p in dmuon.get_dedicated_params(model)}
-    return {n: id(p) for n, p in model.named_parameters() if clean_name(n) in names}
+    slots = named_slots(model)
+    return {p.fqn: id(slots[clean_name(p.fqn)]) for p in dmuon.get_dedicated_params(model)}
 
 
 def clean_name(name):
@@ -196,11 +199,18 @@ def full_weights(model):
     weights = owned_weights(model)
     dedicated = {clean_name(p.fqn) for p in dmuon.get_dedicated_params(model)}
     assert set(weights) == dedicated, f"no owner for {dedicated - set(weights)}"
+    slots = named_slots(model)
+    taken = {id(slots[name]) for name in dedicated}
     for name, p in model.named_parameters():
-        if clean_name(name) not in dedicated:
+        if id(p) not in taken:
             p = p.detach()
             weights[clean_name(name)] = p.full_tensor() if isinstance(p, DTensor) else p.clone()
     return weights
+
+
+def named_slots(model):
+    """Every name of every parameter: a tied one has several."""
+    return {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
 
 
 def assert_released(model):
