@@ -1,5 +1,4 @@
 #include "engine/event_state.h"
-#include "engine/task_scope.h"
 
 namespace dmuon {
 
@@ -18,7 +17,6 @@ void Event::synchronize() const {
 void Lane::run(const std::function<void()>& work, const std::vector<Event>& after) {
   record().wait();
   for (const Event& event : after) event.wait();
-  TaskScope scope;
   work();
 }
 

@@ -63,7 +63,7 @@ class Lane {
   virtual Event submit(std::function<void()> work, std::vector<Event> after = {}) = 0;
 
   // As submit and wait. On the host the work runs on the calling thread, which must be the only one
-  // that uses the lane: two context switches less.
+  // that uses the lane, under its own thread-local state: two context switches less.
   virtual void run(const std::function<void()>& work, const std::vector<Event>& after = {});
 
   // The end of what has been submitted so far.

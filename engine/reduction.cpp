@@ -11,6 +11,10 @@ namespace {
 // A segment travels as its gradients, then one element per matrix: 1 where the sender had one.
 int64_t travelling(const SegmentStore& segment) { return segment.numel + segment.slots; }
 
+bool any_sender(const at::Tensor& sum, int64_t flag) {
+  return sum.is_cpu() ? sum.data_ptr<float>()[flag] != 0 : sum[flag].item<float>() != 0;
+}
+
 }  // namespace
 
 Reduction::Reduction(const UnitStore& unit, std::vector<at::Tensor> gradients, at::ScalarType dtype,
@@ -106,8 +110,7 @@ at::Tensor Reduction::result(int index) const {
   for (const auto& transfer : transfers_) {
     if (transfer.mine != slot.segment) continue;
     const auto& segment = unit_.segments()[slot.segment];
-    const at::Tensor flag = transfer.sum.narrow(0, segment.numel + index - segment.first_slot, 1);
-    if (flag.item<float>() == 0) return {};
+    if (!any_sender(transfer.sum, segment.numel + index - segment.first_slot)) return {};
     return transfer.sum.as_strided(slot.sizes, slot.strides, slot.offset);
   }
   return {};

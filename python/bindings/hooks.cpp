@@ -47,22 +47,30 @@ struct SlotRef {
   py::object parameter;
 };
 
+// The work of one boundary's hooks. `settle()` is called before the first use; `replaced()` where a
+// slot of a module holds another object than ours, and raises.
 class BoundaryHook {
  public:
-  BoundaryHook(std::shared_ptr<Engine> engine, int boundary, const py::list& slots)
-      : engine_(std::move(engine)), boundary_(boundary) {
+  BoundaryHook(std::shared_ptr<Engine> engine, int boundary, py::object settle, py::object replaced)
+      : engine_(std::move(engine)),
+        boundary_(boundary),
+        settle_(std::move(settle)),
+        replaced_(std::move(replaced)) {}
+
+  void set_slots(const py::list& slots) {
+    slots_.clear();
     for (const auto& item : slots) {
       const auto slot = py::reinterpret_borrow<py::tuple>(item);
       slots_.push_back({slot[0], slot[1], slot[2]});
     }
   }
 
-  // False, and nothing happened: a slot of the module holds another object than ours.
-  bool enter() {
-    if (!intact()) return false;
+  void enter() {
+    if (!settled_) settle_();
+    settled_ = true;
+    if (!intact()) replaced_();
     py::gil_scoped_release release;
     engine_->enter(boundary_);
-    return true;
   }
 
   void leave(py::handle output) {
@@ -72,6 +80,7 @@ class BoundaryHook {
     engine_->leave(boundary_, tensors);
   }
 
+ private:
   bool intact() const {
     for (const auto& slot : slots_) {
       if (PyDict_GetItem(slot.parameters.ptr(), slot.name.ptr()) != slot.parameter.ptr()) {
@@ -81,21 +90,38 @@ class BoundaryHook {
     return true;
   }
 
- private:
   std::shared_ptr<Engine> engine_;
   int boundary_;
+  py::object settle_, replaced_;
+  bool settled_ = false;
   std::vector<SlotRef> slots_;
+};
+
+// What is registered on the module. No Python frame runs, so that none can be traced or compiled.
+struct PreHook {
+  std::shared_ptr<BoundaryHook> hook;
+};
+struct PostHook {
+  std::shared_ptr<BoundaryHook> hook;
 };
 
 }  // namespace
 
 void bind_hooks(py::module_& m) {
-  py::class_<BoundaryHook>(m, "BoundaryHook")
-      .def(py::init<std::shared_ptr<Engine>, int, const py::list&>(), py::arg("engine"),
-           py::arg("boundary"), py::arg("slots"))
+  py::class_<BoundaryHook, std::shared_ptr<BoundaryHook>>(m, "BoundaryHook")
+      .def(py::init<std::shared_ptr<Engine>, int, py::object, py::object>(), py::kw_only(),
+           py::arg("engine"), py::arg("boundary"), py::arg("settle"), py::arg("replaced"))
+      .def("set_slots", &BoundaryHook::set_slots, py::arg("slots"))
       .def("enter", &BoundaryHook::enter)
-      .def("leave", &BoundaryHook::leave)
-      .def("intact", &BoundaryHook::intact);
+      .def("leave", &BoundaryHook::leave, py::arg("output"));
+  py::class_<PreHook>(m, "PreHook")
+      .def(py::init<std::shared_ptr<BoundaryHook>>())
+      .def("__call__", [](PreHook& self, py::handle, py::handle) { self.hook->enter(); });
+  py::class_<PostHook>(m, "PostHook")
+      .def(py::init<std::shared_ptr<BoundaryHook>>())
+      .def("__call__", [](PostHook& self, py::handle, py::handle, py::handle output) {
+        self.hook->leave(output);
+      });
 }
 
 }  // namespace dmuon

@@ -66,8 +66,8 @@ def install_hooks(runtime) -> None:
     """On every module that holds a dedicated parameter; they copy with the module, see hooks.py."""
     by_module: dict[nn.Module, list] = {}
     for param in runtime.params:
-        for module, attribute in param.slots:
-            by_module.setdefault(module, []).append((attribute, param))
+        for slot in param.slots:
+            by_module.setdefault(slot.module(), []).append((slot.attribute, param))
     for module, held in by_module.items():
         module.register_state_dict_post_hook(_Save(held))
         module.register_load_state_dict_pre_hook(_Load(held))

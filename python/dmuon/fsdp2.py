@@ -36,8 +36,8 @@ class _Ignored(Set):
         owners = runtimes() if self._model is None else [runtime_of(self._model)]
         for runtime in owners:
             for param in runtime.params:
-                for module, attribute in param.slots:
-                    yield module._parameters[attribute]
+                for slot in param.slots:
+                    yield slot.current
 
     def __contains__(self, parameter) -> bool:
         return any(parameter is current for current in self._current())
@@ -175,7 +175,7 @@ def _units_under(module: FSDPModule, recurse: bool):
     inside = {id(m) for m in module.modules()}
     for runtime in runtimes():
         for param in runtime.params:
-            holder = param.slots[0][0]
+            holder = param.slots[0].module()
             if id(holder) not in inside:
                 continue
             if recurse or _enclosing(module, holder) is module:
@@ -274,7 +274,7 @@ def settle(runtime) -> None:
     model = runtime.model()
     enclosing = {id(module): fsdp for module, fsdp in _with_enclosing(model)}
     for param in runtime.params:
-        policy = _mp_policy(enclosing.get(id(param.slots[0][0])))
+        policy = _mp_policy(enclosing.get(id(param.slots[0].module())))
         unit = runtime.adapter.unit(runtime.engine.unit_of(param.index))
         param_dtype = param.policy.param_dtype or getattr(policy, "param_dtype", None)
         unit.compute_dtype = param_dtype or param.dtype

@@ -13,31 +13,35 @@ class Boundary:
     """One boundary module and the dedicated parameters that its call makes whole."""
 
     def __init__(self, runtime, index: int, path: str, module: nn.Module, params: list):
-        self.runtime, self.index, self.path, self.params = runtime, index, path, params
+        self.path, self.params = path, params
         self.module = weakref.ref(module)
+        # C++ holds these callables where the garbage collector does not look: no cycles.
+        mine, whose = weakref.ref(self), weakref.ref(runtime)
+        self._hook = _C.BoundaryHook(
+            engine=runtime.engine,
+            boundary=index,
+            settle=lambda: whose().settle(),
+            replaced=lambda: whose().slot_replaced(mine()),
+        )
+        self.enter, self.leave = self._hook.enter, self._hook.leave
         self.refresh()
+        pre, post = _PreHook(self._hook), _PostHook(self._hook)
+        pre.path = post.path = path
         self.handles = [
-            module.register_forward_pre_hook(_PreHook(self)),
-            module.register_forward_hook(_PostHook(self), always_call=True),
+            module.register_forward_pre_hook(pre),
+            module.register_forward_hook(post, always_call=True),
             *_cast_hooks(module, params),
         ]
 
     def refresh(self) -> None:
-        slots = [
-            (module._parameters, attribute, param.parameter)
-            for param in self.params
-            for module, attribute in param.slots
-        ]
-        self._hook = _C.BoundaryHook(self.runtime.engine, self.index, slots)
-
-    def enter(self) -> None:
-        if not self.runtime.settled:
-            self.runtime.settle()
-        if not self._hook.enter():
-            self.runtime.slot_replaced(self)
-
-    def leave(self, output) -> None:
-        self._hook.leave(output)
+        """The slots hold other Parameter objects than before."""
+        self._hook.set_slots(
+            [
+                (slot.parameters, slot.attribute, param.parameter)
+                for param in self.params
+                for slot in param.slots
+            ]
+        )
 
 
 class _Copied:
@@ -54,30 +58,20 @@ class _Copied:
         )
 
 
-class _PreHook:
-    """Not traced by torch.compile: it moves memory."""
-
-    def __init__(self, boundary: Boundary):
-        self._path = boundary.path
-        self._enter = torch._dynamo.disable(boundary.enter)
-
-    def __call__(self, module, args):
-        self._enter()
-
+class _PreHook(_C.PreHook):
     def __deepcopy__(self, memo):
-        return _Copied(self._path)
+        return _Copied(self.path)
 
     def __reduce__(self):
-        return _Copied, (self._path,)
+        return _Copied, (self.path,)
 
 
-class _PostHook(_PreHook):
-    def __init__(self, boundary: Boundary):
-        self._path = boundary.path
-        self._leave = torch._dynamo.disable(boundary.leave)
+class _PostHook(_C.PostHook):
+    def __deepcopy__(self, memo):
+        return _Copied(self.path)
 
-    def __call__(self, module, args, output):
-        self._leave(output)
+    def __reduce__(self):
+        return _Copied, (self.path,)
 
 
 def _cast_hooks(module: nn.Module, params: list) -> list:

@@ -44,8 +44,7 @@ def summarize_comm_plan(model: nn.Module) -> dict:
     Bytes are those on the wire, in the job: a broadcast or a reduction of P bytes takes (N-1) P.
     """
     runtime = runtime_of(model)
-    if not runtime.settled:
-        runtime.settle()
+    runtime.settle()
     others = len(runtime.global_ranks) - 1
     units = []
     for i, unit in enumerate(runtime.plan.units):

@@ -15,6 +15,19 @@ from dmuon.errors import listed
 _runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDictionary()
 
 
+class Slot:
+    """A place in a module that holds a dedicated parameter. It does not keep the module alive."""
+
+    def __init__(self, module: nn.Module, attribute: str):
+        self.attribute = attribute
+        self.parameters = module._parameters
+        self.module = weakref.ref(module)
+
+    @property
+    def current(self) -> nn.Parameter:
+        return self.parameters[self.attribute]
+
+
 @dataclass(eq=False)
 class DedicatedParam:
     """One dedicated parameter, as ``get_owned_params`` and ``get_dedicated_params`` give it."""
@@ -28,7 +41,7 @@ class DedicatedParam:
     owner_rank: int  # as dist.get_rank() counts
     full_shape: torch.Size
     dtype: torch.dtype
-    slots: list[tuple[nn.Module, str]] = field(repr=False)
+    slots: list[Slot] = field(repr=False)
     policy: object = field(repr=False)
     shard_dim: int | None = None
     tp_group: object = None
@@ -56,8 +69,7 @@ class DedicatedParam:
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, attribute = self.slots[0]
-        return module._parameters[attribute]
+        return self.slots[0].current
 
     @property
     def _owned_data(self) -> torch.Tensor | None:
@@ -96,7 +108,7 @@ class Runtime:
             owner_rank=self.global_ranks[self.plan.owners[index]],
             full_shape=c.parameter.shape,
             dtype=c.parameter.dtype,
-            slots=c.slots,
+            slots=[Slot(module, attribute) for module, attribute in c.slots],
             policy=c.policy,
         )
 
@@ -105,15 +117,17 @@ class Runtime:
         conversion has made new ones."""
         for param in self.params:
             current = param.parameter
-            for module, attribute in param.slots[1:]:
-                module._parameters[attribute] = current
+            for slot in param.slots[1:]:
+                slot.parameters[slot.attribute] = current
             self.engine.adopt(param.index, current)
             current._dedicated_owner_rank = param.owner_rank
         for hook in self.boundary_hooks:
             hook.refresh()
 
     def settle(self) -> None:
-        """Before the first forward or step: what FSDP2 was told is known now."""
+        """Before the first forward or step: what FSDP2 was told is known now. Idempotent."""
+        if self.settled:
+            return
         fsdp2.settle(self)
         self.adopt_new()
         self.settled = True
@@ -125,8 +139,7 @@ class Runtime:
 
     def prepare_for_optimizer(self) -> None:
         """Raises ValueError where weights are still on the meta device."""
-        if not self.settled:
-            self.settle()
+        self.settle()
         meta = [p.param_name for p in self.params if p.parameter.is_meta]
         if meta:
             raise ValueError(
