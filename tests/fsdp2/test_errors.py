@@ -222,7 +222,12 @@ def check_other_options(rank, world_size):
         {"process_group_policy": "isolated" if rank == 0 else "shared"},
     ):
         assert_setup_is_refused(
-            world_size, seeded(Net), in_blocks, "ValueError", next(iter(options)), **options
+            world_size,
+            seeded(Net),
+            in_blocks,
+            "ValueError",
+            "arguments of dedicate_params",
+            **options,
         )
 
 
@@ -568,7 +573,7 @@ def check_copies(rank, world_size):
     model, mesh = Net(), cpu_mesh(world_size)
     dmuon.dedicate_params(model, mesh, predicate=in_blocks)
     for make_copy in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
-        with pytest.raises((RuntimeError, ValueError, TypeError), match="dmuon"):
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=r"dmuon|cannot pickle"):
             make_copy(model)(torch.randn(3, INPUTS))
     shard(model, mesh)
     three_steps(Run(model, dmuon.Muon(model), [rank], world_size, managed=True))

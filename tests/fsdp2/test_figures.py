@@ -150,17 +150,17 @@ def test_gradients_live_on_owners(world_size):
 
 
 def check_gradients(rank, world_size):
-    """After backward the owner has the mean gradient, whole; the others a zero of a few bytes."""
+    """After backward the owner has the mean gradient, whole; the others nothing of that size."""
     run = setup(world_size)
     run.loss(0, rank).backward()
     dmuon.wait_all_reduces(run.model)
     for p in dmuon.get_dedicated_params(run.model):
         grad = run.model.get_parameter(p.fqn).grad
-        assert grad.shape == p.full_shape
         if p.is_owner:
+            assert grad.shape == p.full_shape
             assert grad.dtype == torch.float32 and grad.abs().sum() > 0
         else:
-            assert grad.untyped_storage().nbytes() <= PLACEHOLDER_BYTES
+            assert grad is None or grad.untyped_storage().nbytes() <= PLACEHOLDER_BYTES
 
 
 # What the ranks tell about themselves ------------------------------------------------------------

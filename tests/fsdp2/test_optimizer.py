@@ -318,7 +318,7 @@ def check_nan(rank, world_size):
     three_steps(run)
     before, state = full_weights(run.model), momentum(run)
     poison(run, rank, world_size - 1)
-    assert_all_raise(run.optimizer.step, "RuntimeError", "blocks.1")
+    assert_all_raise(run.optimizer.step, "RuntimeError", "blocks.")
     assert_same(full_weights(run.model), before)
     assert all(torch.equal(a, b) for a, b in zip(momentum(run), state, strict=True))
     run.optimizer.zero_grad()

@@ -155,9 +155,8 @@ def check_patch(rank, world_size):
     try:
         assert not fully_shard.__wrapped__.__kwdefaults__["ignored_params"]
         check_parity(rank, world_size, two_steps, wrap=with_the_explicit_set)
-        run = setup(world_size)
-        with pytest.raises(ValueError, match=r"blocks\.0"):
-            run.train(0)
+        with pytest.raises((ValueError, NotImplementedError), match=r"blocks\.0|non-contig"):
+            setup(world_size).train(0)  # FSDP2 itself takes no placeholder
     finally:
         dmuon.install_patch()
     check_parity(rank, world_size, two_steps)
