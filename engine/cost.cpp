@@ -10,7 +10,8 @@
 //           three products that would carry Q and R over: -6 (-3).
 //
 // With a restart and k = 5, gram costs 8a + 28 and, symmetric, 6a + 14. Our kernels restart before
-// step 2 (counted from 0), so k <= 2 has none.
+// step 2 (counted from 0), so k <= 2 has none. Where the direct form costs less, near squares, the
+// Gram kernel runs it (kernels/newton_schulz.h).
 #include <algorithm>
 
 #include "engine/plan.h"
@@ -41,8 +42,9 @@ double newton_schulz_cost(const Matrix& matrix, const PlanPolicy& policy) {
   const double s = static_cast<double>(std::min(matrix.rows, matrix.cols));
   const double l = static_cast<double>(std::max(matrix.rows, matrix.cols));
   if (matrix.route == Route::adamw) return kAdamwPerElement * batch * s * l;
-  const auto cost = policy.direct ? direct_cost : gram_cost;
-  return batch * cost(s, l, policy.ns_steps, policy.symmetric_products);
+  const double direct = direct_cost(s, l, policy.ns_steps, policy.symmetric_products);
+  if (policy.direct) return batch * direct;
+  return batch * std::min(direct, gram_cost(s, l, policy.ns_steps, policy.symmetric_products));
 }
 
 }  // namespace dmuon

@@ -9,6 +9,7 @@
 #include "engine/digest.h"
 #include "engine/error.h"
 #include "engine/gradients.h"
+#include "kernels/adamw.h"
 #include "kernels/sum_pieces.h"
 
 namespace dmuon {
@@ -18,7 +19,11 @@ const auto kFloat32 = at::TensorOptions().dtype(at::kFloat);
 
 int64_t settings_hash(const std::vector<GroupSettings>& groups) {
   Hasher hasher;
-  for (const auto& group : groups) hasher.add(group.lr).add(group.momentum).add(group.weight_decay);
+  for (const auto& g : groups) {
+    for (const double value : {g.lr, g.weight_decay, g.momentum, g.beta1, g.beta2, g.eps}) {
+      hasher.add(value);
+    }
+  }
   return static_cast<int64_t>(hasher.digest().words[0]);
 }
 
@@ -29,16 +34,22 @@ Optimizer::Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config,
     : engine_(std::move(engine)),
       config_(std::move(config)),
       groups_(std::move(groups)),
-      momentum_(engine_->plan().matrices.size()),
+      state_(engine_->plan().matrices.size()),
       ns_per_matrix_(engine_->plan().matrices.size(), 0) {
   config_.newton_schulz.validate();
   int64_t largest = 0;
-  for (size_t m = 0; m < momentum_.size(); ++m) {
+  for (size_t m = 0; m < state_.size(); ++m) {
     const Slot& slot = engine_->slot(static_cast<int>(m));
     if (!slot.owned) continue;
     const auto options = kFloat32.device(slot.parameter.device());
-    momentum_[m] = at::zeros(slot.sizes, options);
-    largest = std::max(largest, momentum_[m].numel());
+    if (engine_->plan().matrices[m].route == Route::adamw) {
+      state_[m]["exp_avg"] = at::zeros(slot.sizes, options);
+      state_[m]["exp_avg_sq"] = at::zeros(slot.sizes, options);
+      state_[m]["step"] = at::zeros({}, kFloat32);
+      continue;
+    }
+    state_[m]["momentum_buffer"] = at::zeros(slot.sizes, options);
+    largest = std::max(largest, slot.numel);
     if (!scratch_.defined() || scratch_.numel() < largest) scratch_ = at::empty({largest}, options);
   }
 }
@@ -72,7 +83,7 @@ StepWord Optimizer::word(const std::vector<GroupSettings>& groups,
                 .sequence = engine_->take_sequence_hash(),
                 .settings = settings_hash(groups),
                 .failed = engine_->has_local_gradients()};
-  for (size_t m = 0; m < momentum_.size(); ++m) {
+  for (size_t m = 0; m < state_.size(); ++m) {
     word.any_gradient |= owned_gradient(*engine_, static_cast<int>(m)).defined();
   }
   if (config_.nonfinite != Nonfinite::propagate) word.nonfinite = find_nonfinite(symmetric);
@@ -81,13 +92,13 @@ StepWord Optimizer::word(const std::vector<GroupSettings>& groups,
 
 // 1 + index: matrices first, then symmetric parameters.
 int64_t Optimizer::find_nonfinite(const SymmetricGradients& symmetric) const {
-  for (size_t m = 0; m < momentum_.size(); ++m) {
+  for (size_t m = 0; m < state_.size(); ++m) {
     const at::Tensor gradient = owned_gradient(*engine_, static_cast<int>(m));
     if (gradient.defined() && !all_finite(gradient)) return static_cast<int64_t>(m) + 1;
   }
   for (size_t i = 0; i < symmetric.tensors.size(); ++i) {
     if (!all_finite(symmetric.tensors[i])) {
-      return static_cast<int64_t>(momentum_.size() + symmetric.indices[i]) + 1;
+      return static_cast<int64_t>(state_.size() + symmetric.indices[i]) + 1;
     }
   }
   return 0;
@@ -126,7 +137,9 @@ void Optimizer::update_unit(int unit, const std::vector<GroupSettings>& groups) 
   for (const Slot& slot : engine_->store(unit).slots()) {
     const at::Tensor gradient = owned_gradient(*engine_, slot.matrix);
     if (!gradient.defined()) continue;
-    update(slot.matrix, gradient, groups[groups_[slot.matrix]]);
+    const bool adamw = engine_->plan().matrices[slot.matrix].route == Route::adamw;
+    const GroupSettings& group = groups[groups_[slot.matrix]];
+    adamw ? update_adamw(slot.matrix, gradient, group) : update(slot.matrix, gradient, group);
     updated = true;
   }
   engine_->publish(unit, updated);
@@ -137,13 +150,28 @@ void Optimizer::update(int matrix, const at::Tensor& gradient, const GroupSettin
   const auto place = engine_->place(matrix);
   at::Tensor weight = engine_->store(place.unit).master(place.slot);
   at::Tensor input = scratch_.narrow(0, 0, shape.numel()).view(weight.sizes());
-  momentum_update(momentum_[matrix], gradient, group.momentum, config_.nesterov, input);
+  momentum_update(state_[matrix].at("momentum_buffer"), gradient, group.momentum, config_.nesterov,
+                  input);
   const at::Tensor orthogonal =
       newton_schulz(input.view({shape.batch, shape.rows, shape.cols}), config_.newton_schulz);
   apply_update(weight, orthogonal.view(weight.sizes()), group.lr, group.weight_decay,
                adjusted_scale(config_.adjust_lr, shape.rows, shape.cols));
   ++ns_per_matrix_[matrix];
   ++ns_calls_last_step_;
+}
+
+void Optimizer::update_adamw(int matrix, const at::Tensor& gradient, const GroupSettings& group) {
+  const auto place = engine_->place(matrix);
+  auto& state = state_[matrix];
+  const double step = state.at("step").add_(1).item<double>();
+  at::Tensor weight = engine_->store(place.unit).master(place.slot);
+  adamw_update(weight, gradient, state.at("exp_avg"), state.at("exp_avg_sq"),
+               {.lr = group.lr,
+                .weight_decay = group.weight_decay,
+                .beta1 = group.beta1,
+                .beta2 = group.beta2,
+                .eps = group.eps,
+                .step = step});
 }
 
 }  // namespace dmuon

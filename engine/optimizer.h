@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,11 +14,15 @@
 
 namespace dmuon {
 
-// One parameter group, read anew at each step.
+// One parameter group, read anew at each step. Muon reads `momentum`, AdamW `beta1`, `beta2`,
+// `eps`.
 struct GroupSettings {
   double lr = 0.02;
-  double momentum = 0.95;
   double weight_decay = 0;
+  double momentum = 0.95;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
 };
 
 enum class Nonfinite { raise, skip, propagate };
@@ -38,7 +43,7 @@ struct SymmetricGradients {
 
 class Optimizer {
  public:
-  // Momentum of every owned matrix is allocated here. groups[m]: the group of matrix m.
+  // The state of every owned matrix is allocated here. groups[m]: the group of matrix m.
   Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config, std::vector<int32_t> groups);
 
   // Collective. Waits for reductions, agrees with all ranks, then updates and publishes. Returns
@@ -48,8 +53,9 @@ class Optimizer {
   // or have different settings, or an accumulation under no_sync was never reduced.
   bool step(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
 
-  // fp32, in the parameter's sizes; undefined on other ranks. A view: writing it is legal.
-  at::Tensor momentum(int matrix) const { return momentum_[matrix]; }
+  // By torch's names: "momentum_buffer", or "exp_avg", "exp_avg_sq" and "step" on the adamw route.
+  // float32, the parameter's sizes but for "step"; empty on other ranks. Writing them is legal.
+  const std::map<std::string, at::Tensor>& state(int matrix) const { return state_[matrix]; }
 
   void set_groups(std::vector<int32_t> groups) { groups_ = std::move(groups); }
   int64_t ns_calls() const { return ns_calls_; }
@@ -63,11 +69,12 @@ class Optimizer {
   void check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const;
   void update_unit(int unit, const std::vector<GroupSettings>& groups);
   void update(int matrix, const at::Tensor& gradient, const GroupSettings& group);
+  void update_adamw(int matrix, const at::Tensor& gradient, const GroupSettings& group);
 
   std::shared_ptr<Engine> engine_;
   OptimizerConfig config_;
   std::vector<int32_t> groups_;
-  std::vector<at::Tensor> momentum_;
+  std::vector<std::map<std::string, at::Tensor>> state_;
   at::Tensor scratch_;  // the Newton-Schulz input of one matrix at a time
   std::vector<int64_t> ns_per_matrix_;
   int64_t ns_calls_ = 0;

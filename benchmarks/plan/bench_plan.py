@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/plan/bench_plan.py build/benchmarks/dmuon_plan_bench
 
-The baseline assigns owners and nothing else; dmuon's time covers the whole plan: sorting by name,
-checks, costs, assignment, local search, units, report and digest. Both are CPU times of one thread,
-the best of several runs, interleaved.
+Both start from names and shapes. The baseline computes costs and assigns owners; dmuon's time covers
+the whole plan: sorting by name, checks, costs, assignment, local search, units, report and digest. Both
+are CPU times of one thread, the best of several runs, interleaved.
 """
 
 import heapq
@@ -19,22 +19,29 @@ RANKS = 10_000
 REPEATS = 3
 
 
-def heap_lpt(names: list[str], costs: list[int], ranks: int) -> dict[str, int]:
+def cost(rows: int, cols: int) -> int:
+    """FLOPs of Newton-Schulz, as in engine/cost.cpp."""
+    short, long = min(rows, cols), max(rows, cols)
+    direct = 20 * short**2 * long + 10 * short**3
+    return min(direct, 8 * short**2 * long + 28 * short**3)
+
+
+def heap_lpt(matrices: list[tuple[str, int, int]], ranks: int) -> dict[str, int]:
     """Owner of each name: costliest first, to the least loaded rank."""
     heap = [(0, rank) for rank in range(ranks)]
     owners = {}
-    for cost, name in sorted(zip(costs, names), key=lambda item: (-item[0], item[1])):
+    for minus_cost, name in sorted((-cost(rows, cols), name) for name, rows, cols in matrices):
         load, rank = heap[0]
         owners[name] = rank
-        heapq.heapreplace(heap, (load + cost, rank))
+        heapq.heapreplace(heap, (load - minus_cost, rank))
     return owners
 
 
-def python_ms(names: list[str], costs: list[int]) -> float:
+def python_ms(matrices: list[tuple[str, int, int]]) -> float:
     start = time.process_time()
-    owners = heap_lpt(names, costs, RANKS)
+    owners = heap_lpt(matrices, RANKS)
     elapsed = time.process_time() - start
-    assert len(owners) == len(names)
+    assert len(owners) == len(matrices)
     return 1e3 * elapsed
 
 
@@ -46,9 +53,9 @@ def measure(program: str) -> tuple[float, list[dict]]:
             out = subprocess.run([program, path], check=True, capture_output=True, text=True)
             new = [json.loads(line) for line in out.stdout.splitlines()]
             rows = [min(pair, key=lambda row: row["cpu_ms"]) for pair in zip(rows or new, new)]
-            pairs = [line.split("\t") for line in path.read_text().splitlines()]
-            names, costs = [name for name, _ in pairs], [int(cost) for _, cost in pairs]
-            baseline_ms = min(baseline_ms, python_ms(names, costs))
+            lines = (line.split("\t") for line in path.read_text().splitlines())
+            matrices = [(name, int(rows), int(cols)) for name, rows, cols in lines]
+            baseline_ms = min(baseline_ms, python_ms(matrices))
     return baseline_ms, rows
 
 

@@ -1,6 +1,6 @@
 // Times make_plan and measures its balance. One JSON line per list; read by bench_plan.py.
 //
-//   dmuon_plan_bench [names.tsv]   also writes name and cost of the large list, for other planners
+//   dmuon_plan_bench [names.tsv]   also writes name, rows and cols of the large list, for other planners
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -166,7 +166,7 @@ void measure(const char* name, const std::vector<Matrix>& list, int64_t ranks, i
 void write(const char* path, const std::vector<Matrix>& list) {
   std::ofstream out(path);
   for (const Matrix& m : list) {
-    out << m.name << '\t' << static_cast<int64_t>(newton_schulz_cost(m, PlanPolicy{})) << '\n';
+    out << m.name << '\t' << m.rows << '\t' << m.cols << '\n';
   }
 }
 

@@ -12,8 +12,12 @@ void bind_optimizer(py::module_& m) {
       .value("skip", Nonfinite::skip)
       .value("propagate", Nonfinite::propagate);
   py::class_<GroupSettings>(m, "GroupSettings")
-      .def(py::init<double, double, double>(), py::arg("lr"), py::arg("momentum"),
-           py::arg("weight_decay"));
+      .def(py::init([](double lr, double weight_decay, double momentum,
+                       std::pair<double, double> betas, double eps) {
+             return GroupSettings{lr, weight_decay, momentum, betas.first, betas.second, eps};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("weight_decay"), py::arg("momentum") = 0,
+           py::arg("betas") = std::pair{0.0, 0.0}, py::arg("eps") = 0);
   py::class_<SymmetricGradients>(m, "SymmetricGradients")
       .def(py::init<>())
       .def_readwrite("tensors", &SymmetricGradients::tensors)
@@ -33,11 +37,7 @@ void bind_optimizer(py::module_& m) {
            py::kw_only(), py::arg("engine"), py::arg("newton_schulz"), py::arg("adjust_lr"),
            py::arg("nesterov"), py::arg("nonfinite"), py::arg("groups"))
       .def("step", &Optimizer::step, py::arg("groups"), py::arg("symmetric"), Release())
-      .def("momentum",
-           [](const Optimizer& o, int matrix) -> std::optional<at::Tensor> {
-             const at::Tensor momentum = o.momentum(matrix);
-             return momentum.defined() ? std::optional(momentum) : std::nullopt;
-           })
+      .def("state", &Optimizer::state, py::arg("matrix"))
       .def("set_groups", &Optimizer::set_groups)
       .def("ns_calls", &Optimizer::ns_calls)
       .def("ns_calls_last_step", &Optimizer::ns_calls_last_step)

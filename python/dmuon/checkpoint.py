@@ -58,8 +58,9 @@ class OwnedTensor(torch.Tensor):
         raise self._refusal()
 
 
-def owned_tensor(param, name: str, dtype: torch.dtype) -> OwnedTensor:
-    return OwnedTensor(param.full_shape, dtype, param.parameter.device, name, param.owner_rank)
+def owned_tensor(param, name: str, dtype: torch.dtype, shape=None) -> OwnedTensor:
+    shape = param.full_shape if shape is None else shape
+    return OwnedTensor(shape, dtype, param.parameter.device, name, param.owner_rank)
 
 
 def install_hooks(runtime) -> None:

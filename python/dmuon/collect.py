@@ -92,20 +92,20 @@ def _choose(names, mesh, policies, boundaries) -> Chosen:
         name=name,
         parameter=parameter,
         policy=policy,
-        view=matrix_view(name, module, parameter.shape, policy.view),
+        view=_view(name, module, parameter, policy),
         boundaries=[boundaries.of(fqn, parameter) for fqn, *_ in names],
         slots=[(slot[1], slot[2]) for slot in names],
         names=[slot[0] for slot in names],
     )
 
 
+def _view(name, module, parameter, policy) -> tuple[int, int, int]:
+    if policy.route == "adamw":  # elementwise: any shape will do
+        return 1, 1, parameter.numel()
+    return matrix_view(name, module, parameter.shape, policy.view)
+
+
 def _check_policy(name: str, policy: ParamPolicy) -> None:
-    if policy.route == "adamw":
-        raise ValueError(
-            f"parameter {name!r} has route 'adamw', which this version does not carry. Use "
-            "'sharded_adamw', or leave it out of the predicate: the runtime shards it and AdamW "
-            "trains it."
-        )
     for key in ("master_dtype", "optim_dtype"):
         if getattr(policy, key) not in (None, torch.float32):
             raise ValueError(
@@ -186,6 +186,7 @@ def as_matrices(model: nn.Module, chosen: list[Chosen]) -> list["_C.Matrix"]:
         matrix.name, matrix.unit = c.name, c.unit or "root"
         matrix.layer = _C.layer_of(c.name, repeated)
         matrix.batch, matrix.rows, matrix.cols = c.view
+        matrix.route = getattr(_C.Route, c.policy.route)
         matrix.dtype = str(c.parameter.dtype).removeprefix("torch.")
         numel = c.parameter.numel()
         computes = c.policy.param_dtype or c.parameter.dtype

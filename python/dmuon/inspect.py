@@ -118,4 +118,5 @@ def _kernels(plan, options) -> dict[str, str]:
     return {
         f"{m.batch}x{m.rows}x{m.cols}": _C.newton_schulz_kernel(m.batch, m.rows, m.cols, options)
         for m in plan.matrices
+        if m.route == _C.Route.muon
     }

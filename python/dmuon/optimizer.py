@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": adamw_weight_decay,
         }
         names, parameters = self._model_parameters()
-        dedicated = {id(p.parameter) for p in runtime.params}
+        dedicated = {id(p.parameter) for p in runtime.params if p.route == "muon"}
         groups = lower(names, dedicated, parameters, param_groups, muon, adamw)
         super().__init__(groups, {"lr": lr})
         self._names = names
@@ -146,25 +146,25 @@ class Muon(torch.optim.Optimizer):
         return names, parameters
 
     def _read_groups(self) -> None:
-        """Which group each parameter is in, after groups were made or added."""
-        by_id = {id(p.parameter): p.index for p in self._runtime.params}
-        of_matrix = [0] * len(by_id)
-        self._muon_groups = [g for g in self.param_groups if g.get("route") == "muon"]
-        for i, group in enumerate(self._muon_groups):
+        """Which group each parameter is in."""
+        index = {id(p.parameter): p.index for p in self._runtime.params}
+        group_of = [0] * len(index)
+        for i, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                of_matrix[by_id[id(parameter)]] = i
-        self._muon.set_groups(of_matrix)
-        self._adamw = _AdamW([g for g in self.param_groups if g.get("route") != "muon"], self.state)
+                if id(parameter) in index:
+                    group_of[index[id(parameter)]] = i
+        self._muon.set_groups(group_of)
+        adamw = [group for group in self.param_groups if group["route"] == "adamw"]
+        self._adamw = _AdamW(adamw, self.state, set(index))
         self._symmetric.names = [self._names.get(id(p), "?") for p in self._adamw.parameters]
 
     def _place_state(self) -> None:
-        """The owner's momentum is the engine's own memory; elsewhere its name and shape."""
+        """The owner's state is the engine's own memory; elsewhere its name and shape."""
         for param in self._runtime.params:
-            momentum = self._muon.momentum(param.index)
-            if momentum is None:
-                name = f"{param.param_name}.momentum_buffer"
-                momentum = owned_tensor(param, name, torch.float32)
-            self.state[param.parameter] = {"momentum_buffer": momentum}
+            self.state[param.parameter] = self._muon.state(param.index) or {
+                key: owned_tensor(param, f"{param.param_name}.{key}", torch.float32, shape)
+                for key, shape in _state_shapes(param).items()
+            }
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -200,7 +200,7 @@ class Muon(torch.optim.Optimizer):
         if not self._checked_parameters:
             self._check_parameters()
         with torch.no_grad():
-            settings = [self._checked(group) for group in self._muon_groups]
+            settings = [_settings(group) for group in self.param_groups]
             _C.read_symmetric(self._symmetric, self._adamw.parameters)
             if self._muon.step(settings, self._symmetric):
                 self._adamw.step()
@@ -218,13 +218,6 @@ class Muon(torch.optim.Optimizer):
             )
         self._checked_parameters = True
 
-    @staticmethod
-    def _checked(group: dict) -> "_C.GroupSettings":
-        lr, momentum, weight_decay = float(group["lr"]), group["momentum"], group["weight_decay"]
-        if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
-            check_settings(group["group_name"], group)
-        return _C.GroupSettings(lr, momentum, weight_decay)
-
     def state_dict(self) -> dict:
         """As torch's. A momentum that lies on another rank is an ``OwnedTensor``: it cannot be read or
         saved here, so that nothing is silently missing. Local."""
@@ -232,42 +225,60 @@ class Muon(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's. Each owner takes its momenta; an ``OwnedTensor`` is fine where this rank does not
-        own it.
+        """As torch's. Each owner takes the state of its matrices; an ``OwnedTensor`` is fine where this
+        rank does not own it.
 
         Raises:
-            ValueError: a momentum has another shape, or is missing on its owner.
+            ValueError: state of a dedicated parameter is missing, or has another shape.
         """
-        momenta = self._momenta_in(state_dict)
-        rest = {key: value for key, value in state_dict["state"].items() if key not in momenta}
+        dedicated = self._dedicated_in(state_dict)
+        rest = {key: value for key, value in state_dict["state"].items() if key not in dedicated}
         super().load_state_dict({**state_dict, "state": rest})
-        for param, value in momenta.values():
-            if param.is_owner:
-                self._muon.momentum(param.index).copy_(value)
+        for param, values in dedicated.values():
+            for key, mine in self._muon.state(param.index).items():
+                mine.copy_(values[key])
         self._read_groups()
         self._place_state()
 
-    def _momenta_in(self, state_dict: dict) -> dict:
-        """Index in the state dict -> (parameter, momentum), checked before anything is loaded."""
+    def _dedicated_in(self, state_dict: dict) -> dict:
+        """Index in the state dict -> (parameter, its state), checked before anything is loaded."""
         mine = [p for group in self.param_groups for p in group["params"]]
         theirs = [i for group in state_dict["param_groups"] for i in group["params"]]
         by_id = {id(p.parameter): p for p in self._runtime.params}
-        momenta = {}
+        found = {}
         for parameter, i in zip(mine, theirs):
             param = by_id.get(id(parameter))
-            if param is None or i not in state_dict["state"]:
-                continue
-            value = state_dict["state"][i].get("momentum_buffer")
-            if value is None or tuple(value.shape) != tuple(param.full_shape):
-                given = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                raise ValueError(
-                    f"momentum_buffer of {param.param_name!r} is {given}; it must have "
-                    f"{tuple(param.full_shape)}."
-                )
-            if param.is_owner and isinstance(value, OwnedTensor):
-                raise ValueError(f"{value!r} was saved on a rank that did not own it.")
-            momenta[i] = (param, value)
-        return momenta
+            if param is not None and i in state_dict["state"]:
+                _check_state(param, state_dict["state"][i])
+                found[i] = (param, state_dict["state"][i])
+        return found
+
+
+def _state_shapes(param) -> dict[str, tuple]:
+    shape = tuple(param.full_shape)
+    if param.route == "adamw":
+        return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
+    return {"momentum_buffer": shape}
+
+
+def _check_state(param, values: dict) -> None:
+    for key, shape in _state_shapes(param).items():
+        value = values.get(key)
+        if value is None or tuple(value.shape) != shape:
+            given = "missing" if value is None else f"of shape {tuple(value.shape)}"
+            raise ValueError(f"{key} of {param.param_name!r} is {given}; it must have {shape}.")
+        if param.is_owner and isinstance(value, OwnedTensor):
+            raise ValueError(f"{value!r} was saved on a rank that did not own it.")
+
+
+def _settings(group: dict) -> "_C.GroupSettings":
+    """One group as the engine reads it, checked anew: schedulers and users write into it."""
+    keys = ("momentum",) if group["route"] == "muon" else ("betas", "eps")
+    settings = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
+    settings |= {key: group[key] for key in keys}
+    if not (settings["lr"] >= 0 and settings["weight_decay"] >= 0):
+        check_settings(group["group_name"], group)
+    return _C.GroupSettings(**settings)
 
 
 def refuse_grad_scaler(optimizer) -> None:
@@ -292,7 +303,7 @@ def _adjust_lr(adjust_lr: str | None, adjust_lr_fn: str | None) -> str:
 
 class _AdamW:
     """torch's AdamW over the optimizer's own groups and state. Sharded and plain parameters of a
-    group go separately: torch does not mix them in one operation."""
+    group go separately: torch does not mix them in one operation. Dedicated ones are the engine's."""
 
     _FLAGS: ClassVar = {
         "amsgrad": False,
@@ -303,13 +314,14 @@ class _AdamW:
         "fused": None,
     }
 
-    def __init__(self, groups: list[dict], state):
+    def __init__(self, groups: list[dict], state, dedicated: set[int]):
         self._parts = []
         for group in groups:
             for flag, value in self._FLAGS.items():
                 group.setdefault(flag, value)
-            sharded = [p for p in group["params"] if isinstance(p, DTensor)]
-            plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+            params = [p for p in group["params"] if id(p) not in dedicated]
+            sharded = [p for p in params if isinstance(p, DTensor)]
+            plain = [p for p in params if not isinstance(p, DTensor)]
             self._parts += [(group, part) for part in (sharded, plain) if part]
         self.parameters = [p for _, part in self._parts for p in part]
         self._inner = torch.optim.AdamW(self.parameters) if self.parameters else None

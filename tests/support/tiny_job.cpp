@@ -89,7 +89,7 @@ at::Tensor TinyJob::block(int index, const at::Tensor& h, int used) {
 at::Tensor TinyJob::forward(const at::Tensor& x) { return block(1, block(0, x)); }
 
 bool TinyJob::step() {
-  return optimizer->step({{.lr = kLr, .momentum = kMomentum, .weight_decay = kDecay}}, {});
+  return optimizer->step({{.lr = kLr, .weight_decay = kDecay, .momentum = kMomentum}}, {});
 }
 
 void TinyJob::zero_grad() {
