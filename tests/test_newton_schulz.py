@@ -20,10 +20,11 @@ def gaussian(*shape, dtype=torch.float32):
 
 
 def allowed_error(g, steps=5, coefficients=oracle.POLAR_EXPRESS):
-    """Twice what the direct iteration of plain torch loses in fp32."""
+    """Twice what plain torch loses in fp32, in the worse of the two forms."""
     exact = oracle.newton_schulz(g.double(), steps, coefficients)
-    plain = oracle.newton_schulz(g.float(), steps, coefficients)
-    return exact, max(2 * relative_error(plain, exact), 1e-6)
+    forms = (oracle.newton_schulz, oracle.gram_newton_schulz)
+    losses = [relative_error(form(g.float(), steps, coefficients), exact) for form in forms]
+    return exact, max(2 * max(losses), 1e-6)
 
 
 @pytest.mark.parametrize("function", ["newton_schulz", "gram_newton_schulz"])
@@ -33,7 +34,7 @@ def test_is_the_float64_iteration_to_fp32_accuracy(function, shape):
     exact, allowed = allowed_error(g)
     got = getattr(dmuon, function)(g)
     assert got.shape == g.shape
-    assert relative_error(got, exact) <= 4 * allowed
+    assert relative_error(got, exact) <= allowed
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5, 7, 12])
@@ -42,7 +43,7 @@ def test_honours_steps_past_the_end_of_each_set(name, steps):
     g = gaussian(12, 20)
     exact, allowed = allowed_error(g, steps, SETS[name])
     got = dmuon.newton_schulz(g, steps=steps, coefficients=getattr(dmuon, name))
-    assert relative_error(got, exact) <= 4 * allowed
+    assert relative_error(got, exact) <= allowed
 
 
 @pytest.mark.parametrize("name", list(SETS))

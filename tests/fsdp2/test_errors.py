@@ -24,7 +24,7 @@ from tests.support.parity import (
     setup,
     three_steps,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import retire, run_ranks
 
 
 def assert_setup_is_refused(world_size, model, predicate, kind, *words, mesh=None, **options):
@@ -342,6 +342,7 @@ def check_meshes(rank, world_size):
 @pytest.mark.parametrize("world_size", [4])
 def test_a_mesh_without_this_rank(world_size):
     run_ranks(check_foreign_mesh, world_size)
+    retire(world_size)
 
 
 def check_foreign_mesh(rank, world_size):

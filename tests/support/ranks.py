@@ -45,6 +45,13 @@ class RankFailure(AssertionError):
         self.rank = rank
 
 
+def retire(world_size):
+    """Ends the ranks of that size: after a task that leaves them unequal, such as groups made on
+    some of them only, which the names of later groups depend on."""
+    if world_size in _pools:
+        _pools.pop(world_size).kill()
+
+
 def run_ranks(fn, world_size, *args, limit_s=30.0):
     """Calls `fn(rank, world_size, *args)` on every rank; returns the results in rank order."""
     if world_size not in _pools:
@@ -52,7 +59,7 @@ def run_ranks(fn, world_size, *args, limit_s=30.0):
     try:
         return _pools[world_size].call((fn.__module__, fn.__qualname__, args), limit_s)
     except BaseException:
-        _pools.pop(world_size).kill()
+        retire(world_size)
         raise
 
 
