@@ -6,14 +6,29 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace dmuon {
 
+// The nodes on which the hooks of one boundary sit, in all graphs that are still alive.
+class HookedNodes {
+ public:
+  // Whether the backward pass that runs now will reach one of them.
+  bool any_in_current_pass() const;
+
+ private:
+  friend class PreHook;
+  mutable std::mutex mutex_;  // a graph may be freed on any thread
+  std::vector<const void*> nodes_;
+};
+
 // Calls `f` before the backward pass uses the gradient of any of `outputs`: a pre-hook on the
 // grad_fn of each base tensor, so that in-place operations on an output or on a view of it keep it.
-// Returns how many nodes were hooked: 0 where nothing requires a gradient or all are leaves.
-int before_backward(const std::vector<at::Tensor>& outputs, const std::function<void()>& f);
+// The nodes are in `nodes` as long as they live. Returns how many were hooked: 0 where nothing
+// requires a gradient or all are leaves.
+int before_backward(const std::vector<at::Tensor>& outputs, const std::function<void()>& f,
+                    const std::shared_ptr<HookedNodes>& nodes);
 
 // Calls `f` each time a gradient has been accumulated into `parameter`. The hook stays on the
 // parameter's accumulator, which lives as long as this object does.

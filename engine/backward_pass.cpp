@@ -1,5 +1,6 @@
 // The backward half of Engine: which gradients have come, and when they leave.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <chrono>
@@ -29,7 +30,7 @@ void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
     }
     advance(unit, UnitCall::pre_backward);
     arm(unit);
-    materialise(unit);
+    fetch(unit);
   }
 }
 
@@ -39,14 +40,61 @@ void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
 void Engine::begin_pass() {
   if (in_pass_) return;
   in_pass_ = true;
-  pass_next_ = 0;
+  fetched_ = reduced_ = 0;
   pass_order_.clear();
-  for (const int u : config_.reduce_order) {
-    if (trainable(units_[u]) && config_.adapter->synchronize(u)) pass_order_.push_back(u);
+  const auto here = touched_here();
+  const auto anywhere = touched_anywhere(here);
+  std::vector<int32_t> order = config_.order;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return units_[a].last_left > units_[b].last_left; });
+  for (const int u : order) {
+    units_[u].position = -1;
+    units_[u].touched = here[u];
+    if (anywhere[u]) join_pass(u);
   }
   at_end_of_backward([weak = weak_from_this()] {
     if (auto engine = weak.lock()) engine->end_pass();
   });
+}
+
+std::vector<bool> Engine::touched_here() const {
+  std::vector<bool> touched(units_.size(), false);
+  for (size_t b = 0; b < nodes_.size(); ++b) {
+    if (!nodes_[b]->any_in_current_pass()) continue;
+    for (const int u : config_.boundaries[b]) touched[u] = true;
+  }
+  return touched;
+}
+
+// One small collective per pass: a rank whose loss leaves a unit out takes part in its collectives.
+std::vector<bool> Engine::touched_anywhere(const std::vector<bool>& here) {
+  if (channels_.control->size() == 1) return here;
+  at::Tensor mask = at::zeros({static_cast<int64_t>(here.size())}, at::kLong);
+  auto* data = mask.data_ptr<int64_t>();
+  std::copy(here.begin(), here.end(), data);
+  channels_.control->all_reduce(mask, ReduceOp::max, "(pass)");
+  return std::vector<bool>(data, data + here.size());
+}
+
+void Engine::join_pass(int u) {
+  auto& unit = units_[u];
+  unit.position = static_cast<int>(pass_order_.size());
+  unit.reduces = trainable(unit) && config_.adapter->synchronize(u);
+  pass_order_.push_back(u);
+}
+
+// Makes a unit whole in this pass, after all that come before it. Reentrant checkpointing may bring
+// one that could not be foreseen: it joins at the end.
+void Engine::fetch(UnitRuntime& unit) {
+  if (unit.position < 0) join_pass(static_cast<int>(&unit - units_.data()));
+  while (static_cast<int>(fetched_) <= unit.position) fetch_next();
+  materialise(unit);
+}
+
+void Engine::fetch_next() {
+  auto& unit = units_[pass_order_[fetched_++]];
+  materialise(unit);
+  if (!unit.touched && !unit.armed && unit.depth == 0) release(unit);
 }
 
 // Puts earlier gradients aside: what this pass accumulates must be told apart from what has been
@@ -69,7 +117,7 @@ void Engine::arm(UnitRuntime& unit) {
 // share a parameter bring it twice.
 void Engine::accumulated(int u, int s) {
   auto& unit = units_[u];
-  if (!in_pass_) begin_pass();
+  begin_pass();
   if (!unit.armed) arm_late(unit, s);
   auto& slot = unit.store.slots()[s];
   if (unit.issued) unit.refired = true;
@@ -89,10 +137,11 @@ void Engine::release_finished(int boundary) {
   }
 }
 
-// In the agreed order: a unit that is complete early waits for those before it.
+// In the order of the pass: a unit that is complete early waits for those before it.
 void Engine::issue_ready() {
-  for (; pass_next_ < pass_order_.size(); ++pass_next_) {
-    auto& unit = units_[pass_order_[pass_next_]];
+  for (; reduced_ < pass_order_.size(); ++reduced_) {
+    auto& unit = units_[pass_order_[reduced_]];
+    if (!unit.reduces) continue;
     if (!unit.armed || unit.pending > 0) return;
     issue(unit);
   }
@@ -111,7 +160,7 @@ void Engine::issue(UnitRuntime& unit) {
   unit.issued = true;
   unit.refired = false;
   ++counters_.reductions;
-  note(2 * u + 1);
+  note(reduce_sequence_, u);
   unit.reduction =
       std::make_unique<Reduction>(unit.store, std::move(gradients),
                                   config_.adapter->reduce_dtype(u), config_.adapter->divisor(u));
@@ -177,7 +226,11 @@ void Engine::hand_out(UnitRuntime& unit) {
 
 // The same collectives on every rank, whatever part of the model this rank has used.
 void Engine::end_pass() {
-  for (; pass_next_ < pass_order_.size(); ++pass_next_) issue(units_[pass_order_[pass_next_]]);
+  while (fetched_ < pass_order_.size()) fetch_next();
+  for (; reduced_ < pass_order_.size(); ++reduced_) {
+    auto& unit = units_[pass_order_[reduced_]];
+    if (unit.reduces) issue(unit);
+  }
   for (const int u : pass_order_) {
     if (units_[u].refired) issue(units_[u]);
   }
@@ -217,6 +270,7 @@ void Engine::arm_late(UnitRuntime& unit, int s) {
   slot.parameter.mutable_grad() = at::Tensor();
   arm(unit);
   slot.parameter.mutable_grad() = fresh;
+  if (unit.position < 0) join_pass(static_cast<int>(&unit - units_.data()));
 }
 
 // What an unfinished pass has reached is dropped: zero_grad may have been called since, and cannot

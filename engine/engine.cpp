@@ -23,6 +23,9 @@ Engine::Engine(EngineConfig config, Channels channels)
     const auto& slots = units_[u].store.slots();
     for (int s = 0; s < static_cast<int>(slots.size()); ++s) places_[slots[s].matrix] = {u, s};
   }
+  for (size_t b = 0; b < config_.boundaries.size(); ++b) {
+    nodes_.push_back(std::make_shared<HookedNodes>());
+  }
 }
 
 // The lanes must stop before the units they work on go away.
@@ -54,12 +57,15 @@ void Engine::advance(UnitRuntime& unit, UnitCall call) {
   unit.state = next_state(unit.state, call, unit.store.name());
 }
 
-void Engine::note(int64_t event) {
-  sequence_ =
-      static_cast<int64_t>(static_cast<uint64_t>(sequence_) * 0x9e3779b97f4a7c15 + event + 1);
+void Engine::note(int64_t& sequence, int64_t event) {
+  sequence = static_cast<int64_t>(static_cast<uint64_t>(sequence) * 0x9e3779b97f4a7c15 + event + 1);
 }
 
-int64_t Engine::take_sequence_hash() { return std::exchange(sequence_, 0); }
+// The two kinds run in their own order each; how they mix is a matter of timing.
+int64_t Engine::take_sequence_hash() {
+  const int64_t fetches = std::exchange(fetch_sequence_, 0);
+  return fetches ^ (std::exchange(reduce_sequence_, 0) << 1);
+}
 
 bool Engine::trainable(const UnitRuntime& unit) const {
   const auto& slots = unit.store.slots();
@@ -77,7 +83,7 @@ void Engine::enter(int boundary) {
     ++unit.depth;
     unit.store.verify(plan());
     if (!unit.armed) forget_cleared(unit);
-    materialise(unit);
+    recomputing ? fetch(unit) : materialise(unit);
     watch(unit);
   }
 }
@@ -96,15 +102,19 @@ void Engine::leave(int boundary, const std::vector<at::Tensor>& outputs) {
   if (!outputs.empty() && c10::GradMode::is_enabled()) {
     std::vector<int64_t> epochs;
     for (const int u : used) epochs.push_back(units_[u].epoch);
-    hooked = before_backward(outputs, [weak = weak_from_this(), boundary, epochs] {
-      if (auto engine = weak.lock()) engine->pre_backward(boundary, epochs);
-    });
+    hooked = before_backward(
+        outputs,
+        [weak = weak_from_this(), boundary, epochs] {
+          if (auto engine = weak.lock()) engine->pre_backward(boundary, epochs);
+        },
+        nodes_[boundary]);
   }
   const bool in_backward = graph_task_id() >= 0;
   for (const int u : used) {
     auto& unit = units_[u];
     advance(unit, UnitCall::leave);
     unit.depth = std::max(0, unit.depth - 1);
+    unit.last_left = ++forwards_;
     unit.keep = !hooked && c10::GradMode::is_enabled() && trainable(unit);
     const bool resident = config_.adapter->residency(u) == Residency::resident_after_forward;
     if (unit.depth == 0 && !in_backward && !unit.keep && !resident) release(unit);
@@ -121,7 +131,7 @@ void Engine::materialise(UnitRuntime& unit) {
   const int index = static_cast<int>(&unit - units_.data());
   unit.store.prepare(config_.adapter->compute_dtype(index));
   const auto& parts = unit.store.allocate();
-  if (channels_.materialise->size() > 1) note(2 * index);
+  if (channels_.materialise->size() > 1) note(fetch_sequence_, index);
   channels_.materialise_lane->run(
       [&] { channels_.materialise->broadcast(parts, unit.store.name()); }, {unit.published});
   ++counters_.materialisations;

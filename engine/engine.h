@@ -36,7 +36,7 @@ struct Channels {
 struct EngineConfig {
   OwnershipPlan plan;
   std::vector<std::vector<int32_t>> boundaries;  // units of each boundary
-  std::vector<int32_t> reduce_order;  // all units: the order of their reductions, on every rank
+  std::vector<int32_t> order;  // all units, the same on every rank: steps go through it backwards
   std::shared_ptr<RuntimeAdapter> adapter;
   std::shared_ptr<FlightRing> ring;  // may be null
 };
@@ -94,7 +94,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_step(bool updated);
   void wait_publishes();
   bool has_local_gradients() const;  // accumulated under no_sync, never reduced
-  const std::vector<int32_t>& order() const { return config_.reduce_order; }
+  const std::vector<int32_t>& order() const { return config_.order; }
   int64_t take_sequence_hash();  // of the collectives since the last call
 
  private:
@@ -102,10 +102,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
     explicit UnitRuntime(UnitStore s) : store(std::move(s)) {}
     UnitStore store;
     UnitState state = UnitState::idle;
-    int depth = 0;       // calls of its boundaries in progress
-    int64_t epoch = 0;   // steps that have changed its weights
-    bool armed = false;  // a backward pass has reached it
-    int pending = 0;     // trainable slots that this pass has not reached yet
+    int depth = 0;          // calls of its boundaries in progress
+    int64_t epoch = 0;      // steps that have changed its weights
+    bool armed = false;     // a backward pass has reached it
+    int pending = 0;        // trainable slots that this pass has not reached yet
+    int64_t last_left = 0;  // order of the forwards
+    int position = -1;      // in the pass
+    bool touched = false;   // this rank's part of the pass reaches it
+    bool reduces = false;   // trainable, and this pass ends an accumulation
     bool issued = false;
     bool refired = false;  // a gradient came after the reduction was issued
     bool keep = false;     // no output to hook: stays whole until the backward pass ends
@@ -120,10 +124,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void watch(UnitRuntime& unit);
   void forget_cleared(UnitRuntime& unit);
   bool trainable(const UnitRuntime& unit) const;
-  void note(int64_t event);
+  static void note(int64_t& sequence, int64_t event);
 
   void pre_backward(int boundary, const std::vector<int64_t>& epochs);
   void begin_pass();
+  std::vector<bool> touched_here() const;
+  std::vector<bool> touched_anywhere(const std::vector<bool>& here);
+  void join_pass(int unit);
+  void fetch(UnitRuntime& unit);
+  void fetch_next();
   void arm(UnitRuntime& unit);
   void accumulated(int unit, int slot);
   void release_finished(int boundary);
@@ -143,10 +152,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Place> places_;
   Counters counters_;
 
-  bool in_pass_ = false;             // between the first hook of a backward pass and its end
-  std::vector<int32_t> pass_order_;  // units to reduce in this pass
-  size_t pass_next_ = 0;
-  int64_t sequence_ = 0;
+  bool in_pass_ = false;  // between the first hook of a backward pass and its end
+  // The units that this pass reaches on any rank, the last forward first: the same on every rank.
+  // Weights are fetched and gradients reduced in this order.
+  std::vector<int32_t> pass_order_;
+  size_t fetched_ = 0, reduced_ = 0;                 // how many of them
+  std::vector<std::shared_ptr<HookedNodes>> nodes_;  // per boundary
+  int64_t forwards_ = 0;
+  int64_t fetch_sequence_ = 0, reduce_sequence_ = 0;
   int64_t bytes_at_step_ = 0;
 };
 

@@ -52,7 +52,7 @@ void bind_engine(py::module_& m) {
              auto channels = make_channels(materialise, reduce, control, kind, device, ring.get());
              return std::make_shared<Engine>(EngineConfig{.plan = plan,
                                                           .boundaries = std::move(boundaries),
-                                                          .reduce_order = std::move(order),
+                                                          .order = std::move(order),
                                                           .adapter = std::move(adapter),
                                                           .ring = std::move(ring)},
                                              std::move(channels));

@@ -30,6 +30,11 @@ class _Ignored(Set):
     def __init__(self, model: nn.Module | None = None):
         self._model = model
 
+    @classmethod
+    def _from_iterable(cls, parameters) -> set:
+        """What `|`, `&` and `-` give: a plain set."""
+        return set(parameters)
+
     def _current(self) -> Iterator[nn.Parameter]:
         from dmuon.runtime import runtime_of, runtimes
 

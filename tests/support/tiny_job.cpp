@@ -66,7 +66,7 @@ TinyJob::TinyJob(SimWorld& world, int rank, const TinyOptions& options)
                     .publish_lane = make_host_lane("publish")};
   engine = std::make_shared<Engine>(EngineConfig{.plan = tiny_plan(world.size(), options.pack),
                                                  .boundaries = {{0}, {1}},
-                                                 .reduce_order = {1, 0},
+                                                 .order = {1, 0},
                                                  .adapter = adapter,
                                                  .ring = ring},
                                     std::move(channels));
