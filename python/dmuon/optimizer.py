@@ -105,7 +105,14 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
         self._names = names
         self._checked_parameters = False
-        self._agree(ns_backend, ns_steps, rule, nesterov, nonfinite)
+        self._agree(
+            ns_backend=ns_backend,
+            ns_steps=ns_steps,
+            adjust_lr=rule,
+            nesterov=nesterov,
+            nonfinite=nonfinite,
+            replicate_async=replicate_async,
+        )
         self._ns_options = as_newton_schulz(ns_backend).options(ns_steps)
         self._muon = _C.Optimizer(
             engine=runtime.engine,
@@ -120,10 +127,10 @@ class Muon(torch.optim.Optimizer):
         self._place_state()
         runtime.optimizer = weakref.ref(self)
 
-    def _agree(self, *settings) -> None:
+    def _agree(self, **settings) -> None:
         """What changes collectives or bits must be equal on all ranks; learning rates are compared at
         each step."""
-        lines = [f"the settings\tbackend, steps, adjust_lr, nesterov, nonfinite: {settings}"]
+        lines = [f"{key}\t{value!r}" for key, value in settings.items()]
         lines += [
             f"{self._names[id(p)]}\tgroup {group['group_name']!r}"
             for group in self.param_groups
@@ -131,7 +138,7 @@ class Muon(torch.optim.Optimizer):
         ]
         _C.agree(
             self._runtime.control.group_name,
-            lines,
+            sorted(lines),
             subject="make the same dmuon.Muon",
             advice="Give the same arguments on every rank.",
         )
@@ -156,7 +163,11 @@ class Muon(torch.optim.Optimizer):
         self._muon.set_groups(group_of)
         adamw = [group for group in self.param_groups if group["route"] == "adamw"]
         self._adamw = _AdamW(adamw, self.state, set(index))
-        self._symmetric.names = [self._names.get(id(p), "?") for p in self._adamw.parameters]
+        # By name: the same index means the same parameter on every rank.
+        self._symmetric_parameters = sorted(
+            self._adamw.parameters, key=lambda p: self._names[id(p)]
+        )
+        self._symmetric.names = [self._names[id(p)] for p in self._symmetric_parameters]
 
     def _place_state(self) -> None:
         """The owner's state is the engine's own memory; elsewhere its name and shape."""
@@ -201,7 +212,7 @@ class Muon(torch.optim.Optimizer):
             self._check_parameters()
         with torch.no_grad():
             settings = [_settings(group) for group in self.param_groups]
-            _C.read_symmetric(self._symmetric, self._adamw.parameters)
+            _C.read_symmetric(self._symmetric, self._symmetric_parameters)
             if self._muon.step(settings, self._symmetric):
                 self._adamw.step()
         self._runtime.after_step()
