@@ -9,7 +9,6 @@ import statistics
 
 import dmuon
 import torch
-
 from models import Chain, block_matrices, is_block_matrix
 from support import (
     Figure,

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator
 
 import dmuon
 import torch
-from torch import Tensor
-
 from models import Chain, block_matrices, is_block_matrix
 from support import Figure, cpu_mesh, run_ranks, shard
+from torch import Tensor
 
 WORLD_SIZE, UNITS, SIZE = 4, 3, 512
 MATRIX = SIZE * SIZE * 4

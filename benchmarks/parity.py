@@ -9,10 +9,9 @@ where it is more than the limit. A difference is relative to the parameter's lar
 import dmuon
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from models import Gpt, is_block_matrix, text_batch
 from support import Figure, cpu_mesh, run_ranks, shard
+from torch import Tensor
 
 WORLD_SIZE = 4
 WIDTH, LAYERS, CONTEXT, VOCABULARY, SEQUENCES = 64, 2, 32, 64, 4

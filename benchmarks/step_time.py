@@ -9,7 +9,6 @@ import statistics
 import dmuon
 import torch
 import torch.distributed as dist
-
 from models import Gpt, block_matrices, is_block_matrix, text_batch
 from support import Figure, Stopwatch, cpu_mesh, no_garbage_collection, run_ranks, shard
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 import torch
-import torch._dynamo  # noqa: F401  optimizers import it on first use: once, before the fork
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

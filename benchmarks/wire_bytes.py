@@ -13,7 +13,6 @@ import struct
 import dmuon
 import torch
 import torch.distributed as dist
-
 from models import Chain, block_matrices, is_block_matrix
 from support import Figure, cpu_mesh, run_ranks, shard
 

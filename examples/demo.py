@@ -7,14 +7,13 @@ Trains twice, draws both validation curves, and checks dmuon against training in
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 import one_process
+import torch.distributed as dist
 import train_gpt
 from corpus import load_corpus
 from recipe import TUNED
 
-OPTIONS = train_gpt.Options(eval_every=5, check=10, out=Path("out/demo"))
+OPTIONS = train_gpt.Options(eval_every=5, check=5, out=Path("out/demo"))
 
 
 def main() -> None:

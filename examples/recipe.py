@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-
 from gpt import GPT, GPTConfig
 
 

@@ -1,6 +1,6 @@
 """Train a small GPT with FSDP2: with dmuon, or with AdamW alone.
 
-    torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon
+torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon
 """
 
 import os
@@ -13,8 +13,14 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import dmuon
+import one_process
 import torch
 import torch.distributed as dist
+from corpus import Corpus, load_corpus
+from gpt import is_hidden_matrix
+from recipe import TUNED, Recipe
+from tables import as_tables
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,13 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-
-import dmuon
-import one_process
-from corpus import Corpus, load_corpus
-from gpt import is_hidden_matrix
-from recipe import TUNED, Recipe
-from tables import as_tables
 
 VALIDATION_WINDOWS = 64
 

@@ -76,33 +76,59 @@ def _numel(plan, segment) -> int:
 
 
 def report(model: nn.Module) -> Mapping:
-    """What this rank has done since setup, and the plan it follows. JSON-friendly."""
+    """What this rank has done since setup, and the plan it follows. JSON-friendly.
+
+    ``ns_calls``: Newton-Schulz runs of this rank since setup; ``ns_calls_last_step``: of the last step,
+    which summed over the job is the number of matrices. ``sent_bytes_last_step``: what this rank has put
+    on the wire for dedicated matrices since the step before. ``ranks_planned`` and ``parameters``: one
+    record for each.
+    """
     runtime = runtime_of(model)
     plan, optimizer = runtime.plan, runtime.optimizer()
-    loads = plan.loads()
     muon = optimizer._muon if optimizer is not None else None
-    options = optimizer._ns_options if optimizer is not None else None
     return {
         "rank": runtime.global_rank,
         "ranks": len(runtime.global_ranks),
         "matrices": len(runtime.params),
         "units": len(plan.units),
         "routes": _count(param.route for param in runtime.params),
-        "owned": [p.param_name for p in runtime.params if p.is_owner],
-        "owners": {p.param_name: p.owner_rank for p in runtime.params},
-        "load_flops": {r: load for r, load in zip(runtime.global_ranks, loads)},
+        "ns_calls": muon.ns_calls() if muon else 0,
+        "ns_calls_last_step": muon.ns_calls_last_step() if muon else 0,
+        **runtime.engine.counters(),
+        "sent_bytes_total": runtime.ring.total_sent_bytes(),
         "load_max_over_mean": plan.report.max_load / (plan.report.mean_load or 1),
         "w_star": plan.report.w_star,
         "max_state_bytes": plan.report.max_state_bytes,
         "state_bytes_bound": plan.report.state_bytes_bound,
-        "state_bytes": {r: b for r, b in zip(runtime.global_ranks, plan.state_bytes())},
-        "ns_calls": muon.ns_calls() if muon else 0,
-        "ns_calls_last_step": muon.ns_calls_last_step() if muon else 0,
-        "ns_kernels": _kernels(plan, options) if options else {},
-        "sent_bytes_total": runtime.ring.total_sent_bytes(),
-        "plan_digest": plan.digest(),
         "initial_values": "the owner's",
-        **runtime.engine.counters(),
+        "plan_digest": plan.digest(),
+        "ranks_planned": [
+            {"rank": rank, "matrices": owned, "flops": load, "state_bytes": state}
+            for rank, owned, load, state in zip(
+                runtime.global_ranks, _owned_counts(plan), plan.loads(), plan.state_bytes()
+            )
+        ],
+        "parameters": [_describe(param, optimizer) for param in runtime.params],
+    }
+
+
+def _owned_counts(plan) -> list[int]:
+    return [plan.owners.count(rank) for rank in range(len(plan.loads()))]
+
+
+def _describe(param: DedicatedParam, optimizer) -> dict:
+    matrix = param.runtime.plan.matrices[param.index]
+    kernel = ""
+    if optimizer is not None and param.route == "muon":
+        shape = (matrix.batch, matrix.rows, matrix.cols)
+        kernel = _C.newton_schulz_kernel(*shape, optimizer._ns_options)
+    return {
+        "name": param.param_name,
+        "shape": list(param.full_shape),
+        "unit": param.unit,
+        "owner": param.owner_rank,
+        "route": param.route,
+        "kernel": kernel,
     }
 
 
@@ -111,12 +137,3 @@ def _count(values) -> dict:
     for value in values:
         counts[value] = counts.get(value, 0) + 1
     return counts
-
-
-def _kernels(plan, options) -> dict[str, str]:
-    """Shape -> the kernel that runs for it."""
-    return {
-        f"{m.batch}x{m.rows}x{m.cols}": _C.newton_schulz_kernel(m.batch, m.rows, m.cols, options)
-        for m in plan.matrices
-        if m.route == _C.Route.muon
-    }
