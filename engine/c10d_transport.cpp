@@ -226,7 +226,11 @@ class C10dTransport final : public Transport {
     if (culprit.root >= 0) what += message(" from rank ", culprit.root);
     what += message(" failed on rank ", rank(), " of ", size(), ": ", text);
     close(what);
-    throw RuntimeFailure(closed_reason());
+    throw RuntimeFailure(closed_reason() + history());
+  }
+
+  std::string history() const {
+    return ring_ ? "\nThe last operations of this rank:\n" + ring_->dump(8) : "";
   }
 
   void close(const std::string& reason) {

@@ -104,9 +104,12 @@ int64_t FlightRing::total_sent_bytes(const std::string& unit_prefix) const {
   return total;
 }
 
-std::string FlightRing::dump() const {
+std::string FlightRing::dump(size_t last) const {
+  const auto all = records();
   std::string text;
-  for (const FlightRecord& record : records()) text += line(record) + '\n';
+  for (size_t i = all.size() - std::min(last, all.size()); i < all.size(); ++i) {
+    text += line(all[i]) + '\n';
+  }
   return text;
 }
 

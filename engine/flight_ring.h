@@ -40,7 +40,8 @@ class FlightRing {
   std::vector<FlightRecord> records() const;  // oldest first
   int64_t total_operations() const;
   int64_t total_sent_bytes(const std::string& unit_prefix = "") const;
-  std::string dump() const;  // one line per record, for people
+  // One line per record, for people: the newest `last` of them, oldest first.
+  std::string dump(size_t last = 2048) const;
 
  private:
   double now_us() const;

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon import _C, fsdp2
+from dmuon import _C
+from dmuon.patch import original_setter
 from dmuon.runtime import Runtime, runtime_of, runtimes
 
 
@@ -44,7 +45,7 @@ def _outermost_fsdp(module: nn.Module) -> list[FSDPModule]:
 
 def _set_fsdp_sync(roots: list[FSDPModule], value: bool) -> None:
     """Past our own wrapper: the units' flags are the user's."""
-    setter = fsdp2.original_setter("set_requires_gradient_sync")
+    setter = original_setter("set_requires_gradient_sync")
     for root in roots:
         setter(root, value)
 

@@ -1,29 +1,16 @@
-"""FSDP2: it skips dedicated parameters, and what its modules are told reaches the engine."""
+"""FSDP2's side: which parameters it must skip, and what it was told about each unit."""
 
 import functools
-import sys
 import warnings
 from collections.abc import Iterator, Set
 
 import torch
-import torch.distributed.fsdp as public
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
-
-from dmuon.names import clean
-
-_SETTERS = {
-    "set_requires_gradient_sync": "requires_gradient_sync",
-    "set_reshard_after_forward": "reshard_after_forward",
-    "set_gradient_divide_factor": "gradient_divide_factor",
-}
-# Name -> the original, of everything that install_patch replaced.
-_originals: dict[str, object] = {}
 
 
-class _Ignored(Set):
+class Ignored(Set):
     """The dedicated parameters of a model, or of all models: whatever object their slots hold when
     asked, since ``to_empty`` and ``.to`` replace Parameter objects."""
 
@@ -54,7 +41,7 @@ class _Ignored(Set):
         return len({id(p) for p in self._current()})
 
 
-class _Union(Set):
+class Union(Set):
     def __init__(self, *sets):
         self._sets = sets
 
@@ -79,100 +66,10 @@ def ignored_params(model: nn.Module) -> Set:
     from dmuon.runtime import runtime_of
 
     runtime_of(model)
-    return _Ignored(model)
+    return Ignored(model)
 
 
-def install_patch() -> None:
-    """Make FSDP2 skip dedicated parameters, however the caller bound ``fully_shard``. Idempotent.
-
-    Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
-    ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
-    public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_`` and
-    ``GradScaler.unscale_``.
-    """
-    if _originals:
-        return
-    original = public.fully_shard
-    defaults = getattr(getattr(original, "__wrapped__", None), "__kwdefaults__", None)
-    _originals["fully_shard"] = original
-    if defaults is not None and "ignored_params" in defaults:
-        _originals["default"] = defaults["ignored_params"]
-        defaults["ignored_params"] = _Ignored()
-    else:
-        warnings.warn(
-            "this torch's fully_shard has no default for ignored_params that dmuon can set; modules "
-            "that imported fully_shard before dmuon must pass ignored_params=dmuon.ignored_params(model).",
-            stacklevel=2,
-        )
-    _rebind(original, _wrap_fully_shard(original))
-    for name, field in _SETTERS.items():
-        _patch(FSDPModule, name, _wrap_setter(name, field))
-    register = public.register_fsdp_forward_method
-    _originals["register_fsdp_forward_method"] = register
-    _rebind(register, _wrap_register(register))
-    _patch(torch.amp.GradScaler, "unscale_", _wrap_unscale(torch.amp.GradScaler.unscale_))
-    _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
-    _rebind(clip_grad.clip_grad_norm_, _wrap_clip(clip_grad.clip_grad_norm_))
-
-
-def uninstall_patch() -> None:
-    """Undo ``install_patch``. Idempotent. Models that are set up keep working; their later
-    ``fully_shard`` calls need ``ignored_params=``."""
-    if not _originals:
-        return
-    for name in ("fully_shard", "register_fsdp_forward_method"):
-        _rebind(getattr(public, name), _originals[name])
-    _rebind(clip_grad.clip_grad_norm_, _originals["clip_grad_norm_"])
-    if "default" in _originals:
-        defaults = _originals["fully_shard"].__wrapped__.__kwdefaults__
-        defaults["ignored_params"] = _originals["default"]
-    for name in _SETTERS:
-        setattr(FSDPModule, name, _originals[name])
-    torch.amp.GradScaler.unscale_ = _originals["unscale_"]
-    _originals.clear()
-
-
-def original_setter(name: str):
-    """A public setter of FSDPModule without our wrapper."""
-    return _originals.get(name) or getattr(FSDPModule, name)
-
-
-def _patch(owner, name: str, replacement) -> None:
-    _originals[name] = getattr(owner, name)
-    setattr(owner, name, replacement)
-
-
-def _rebind(old, new) -> None:
-    """Every module attribute that is ``old`` becomes ``new``: also early ``from ... import``."""
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is old and module.__name__ != __name__:
-                setattr(module, name, new)
-
-
-def _wrap_fully_shard(original):
-    @functools.wraps(original)
-    def fully_shard(module, *args, ignored_params=None, **kwargs):
-        given = [_Ignored()] if ignored_params is None else [_Ignored(), ignored_params]
-        return original(module, *args, ignored_params=_Union(*given), **kwargs)
-
-    return fully_shard
-
-
-def _wrap_setter(name: str, field: str):
-    original = getattr(FSDPModule, name)
-
-    @functools.wraps(original)
-    def setter(self, value, *args, **kwargs):
-        original(self, value, *args, **kwargs)
-        recurse = kwargs.get("recurse", args[0] if args else True)
-        for unit in _units_under(self, recurse):
-            setattr(unit, field, value)
-
-    return setter
-
-
-def _units_under(module: FSDPModule, recurse: bool):
+def units_under(module: FSDPModule, recurse: bool):
     """Settings of the units whose boundary lies in ``module``; without ``recurse`` only of those
     that no FSDP module below it holds."""
     from dmuon.runtime import runtimes
@@ -199,16 +96,7 @@ def _with_enclosing(module: nn.Module, fsdp=None):
         yield from _with_enclosing(child, fsdp)
 
 
-def _wrap_register(original):
-    @functools.wraps(original)
-    def register_fsdp_forward_method(module, method_name):
-        original(module, method_name)
-        _wrap_forward_method(module, method_name)
-
-    return register_fsdp_forward_method
-
-
-def _wrap_forward_method(module: nn.Module, method_name: str) -> None:
+def wrap_forward_method(module: nn.Module, method_name: str) -> None:
     """Module hooks do not run for such a method; ours do their work around it."""
     from dmuon.runtime import runtimes
 
@@ -232,33 +120,6 @@ def _wrap_forward_method(module: nn.Module, method_name: str) -> None:
         return output
 
     setattr(module, method_name, with_whole_weights)
-
-
-def _wrap_clip(original):
-    @functools.wraps(original)
-    def clip_grad_norm_(
-        parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None
-    ):
-        from dmuon.control import clip_dedicated
-
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norm = clip_dedicated(given, max_norm, norm_type, error_if_nonfinite)
-        if norm is None:
-            return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        return norm
-
-    return clip_grad_norm_
-
-
-def _wrap_unscale(original):
-    @functools.wraps(original)
-    def unscale_(self, optimizer):
-        from dmuon.optimizer import refuse_grad_scaler
-
-        refuse_grad_scaler(optimizer)
-        return original(self, optimizer)
-
-    return unscale_
 
 
 def check_slot(param) -> None:
@@ -298,7 +159,7 @@ def _mp_policy(fsdp: FSDPModule | None):
     policy = getattr(state, "_mp_policy", None)
     if policy is None:
         warnings.warn(
-            f"this torch does not say which MixedPrecisionPolicy {clean(type(fsdp).__name__)} has; set "
+            f"this torch does not say which MixedPrecisionPolicy {type(fsdp).__name__} has; set "
             "param_policy={'defaults': {'param_dtype': ..., 'grad_dtype': ...}} in dedicate_params.",
             stacklevel=2,
         )

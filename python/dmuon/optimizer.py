@@ -2,13 +2,12 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dmuon import _C
+from dmuon.adamw import SymmetricAdamW
 from dmuon.checkpoint import OwnedTensor, owned_tensor
 from dmuon.errors import choice, listed
 from dmuon.names import slots
@@ -162,7 +161,7 @@ class Muon(torch.optim.Optimizer):
                     group_of[index[id(parameter)]] = i
         self._muon.set_groups(group_of)
         adamw = [group for group in self.param_groups if group["route"] == "adamw"]
-        self._adamw = _AdamW(adamw, self.state, set(index))
+        self._adamw = SymmetricAdamW(adamw, self.state, set(index))
         # By name: the same index means the same parameter on every rank.
         self._symmetric_parameters = sorted(
             self._adamw.parameters, key=lambda p: self._names[id(p)]
@@ -310,39 +309,3 @@ def _adjust_lr(adjust_lr: str | None, adjust_lr_fn: str | None) -> str:
     rule = adjust_lr or adjust_lr_fn or "match_rms_adamw"
     choice("adjust_lr", rule, _ADJUST_LR)
     return rule
-
-
-class _AdamW:
-    """torch's AdamW over the optimizer's own groups and state. Sharded and plain parameters of a
-    group go separately: torch does not mix them in one operation. Dedicated ones are the engine's."""
-
-    _FLAGS: ClassVar = {
-        "amsgrad": False,
-        "maximize": False,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-    }
-
-    def __init__(self, groups: list[dict], state, dedicated: set[int]):
-        self._parts = []
-        for group in groups:
-            for flag, value in self._FLAGS.items():
-                group.setdefault(flag, value)
-            params = [p for p in group["params"] if id(p) not in dedicated]
-            sharded = [p for p in params if isinstance(p, DTensor)]
-            plain = [p for p in params if not isinstance(p, DTensor)]
-            self._parts += [(group, part) for part in (sharded, plain) if part]
-        self.parameters = [p for _, part in self._parts for p in part]
-        self._inner = torch.optim.AdamW(self.parameters) if self.parameters else None
-        if self._inner is not None:
-            self._inner.state = state
-
-    def step(self) -> None:
-        if self._inner is None:
-            return
-        self._inner.param_groups = [
-            {**group, "params": part, "decoupled_weight_decay": True} for group, part in self._parts
-        ]
-        self._inner.step()

@@ -72,6 +72,7 @@ TEST(FlightRing, DumpsOneLinePerRecord) {
   ring.begin(Op::all_reduce, "agreement", -1, 64);
   EXPECT_THAT(ring.dump(), HasSubstr("#0 step 3 broadcast 'blocks.0' root 1 4096 B sent, done"));
   EXPECT_THAT(ring.dump(), HasSubstr("#1 step 3 all_reduce 'agreement' 64 B sent, issued"));
+  EXPECT_THAT(ring.dump(1), ::testing::Not(HasSubstr("#0")));
 }
 
 TEST(FlightRing, RefusesToHoldNothing) {

@@ -1,0 +1,42 @@
+"""torch's AdamW for the parameters that the runtime keeps."""
+
+from typing import ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class SymmetricAdamW:
+    """torch's AdamW over the optimizer's own groups and state. Sharded and plain parameters of a
+    group go separately: torch does not mix them in one operation. Dedicated ones are the engine's."""
+
+    _FLAGS: ClassVar = {
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+    }
+
+    def __init__(self, groups: list[dict], state, dedicated: set[int]):
+        self._parts = []
+        for group in groups:
+            for flag, value in self._FLAGS.items():
+                group.setdefault(flag, value)
+            params = [p for p in group["params"] if id(p) not in dedicated]
+            sharded = [p for p in params if isinstance(p, DTensor)]
+            plain = [p for p in params if not isinstance(p, DTensor)]
+            self._parts += [(group, part) for part in (sharded, plain) if part]
+        self.parameters = [p for _, part in self._parts for p in part]
+        self._inner = torch.optim.AdamW(self.parameters) if self.parameters else None
+        if self._inner is not None:
+            self._inner.state = state
+
+    def step(self) -> None:
+        if self._inner is None:
+            return
+        self._inner.param_groups = [
+            {**group, "params": part, "decoupled_weight_decay": True} for group, part in self._parts
+        ]
+        self._inner.step()

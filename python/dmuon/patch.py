@@ -1,0 +1,146 @@
+"""What ``import dmuon`` changes in torch, and how it is undone."""
+
+import functools
+import sys
+import warnings
+
+import torch
+import torch.distributed.fsdp as public
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import clip_grad
+
+from dmuon.fsdp2 import Ignored, Union, units_under, wrap_forward_method
+
+_SETTERS = {
+    "set_requires_gradient_sync": "requires_gradient_sync",
+    "set_reshard_after_forward": "reshard_after_forward",
+    "set_gradient_divide_factor": "gradient_divide_factor",
+}
+# Name -> the original, of everything that install_patch replaced.
+_originals: dict[str, object] = {}
+
+
+def install_patch() -> None:
+    """Make FSDP2 skip dedicated parameters, however the caller bound ``fully_shard``. Idempotent.
+
+    Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
+    ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
+    public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_`` and
+    ``GradScaler.unscale_``.
+    """
+    if _originals:
+        return
+    original = public.fully_shard
+    defaults = getattr(getattr(original, "__wrapped__", None), "__kwdefaults__", None)
+    _originals["fully_shard"] = original
+    if defaults is not None and "ignored_params" in defaults:
+        _originals["default"] = defaults["ignored_params"]
+        defaults["ignored_params"] = Ignored()
+    else:
+        warnings.warn(
+            "this torch's fully_shard has no default for ignored_params that dmuon can set; modules "
+            "that imported fully_shard before dmuon must pass ignored_params=dmuon.ignored_params(model).",
+            stacklevel=2,
+        )
+    _rebind(original, _wrap_fully_shard(original))
+    for name, field in _SETTERS.items():
+        _patch(FSDPModule, name, _wrap_setter(name, field))
+    register = public.register_fsdp_forward_method
+    _originals["register_fsdp_forward_method"] = register
+    _rebind(register, _wrap_register(register))
+    _patch(torch.amp.GradScaler, "unscale_", _wrap_unscale(torch.amp.GradScaler.unscale_))
+    _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
+    _rebind(clip_grad.clip_grad_norm_, _wrap_clip(clip_grad.clip_grad_norm_))
+
+
+def uninstall_patch() -> None:
+    """Undo ``install_patch``. Idempotent. Models that are set up keep working; their later
+    ``fully_shard`` calls need ``ignored_params=``."""
+    if not _originals:
+        return
+    for name in ("fully_shard", "register_fsdp_forward_method"):
+        _rebind(getattr(public, name), _originals[name])
+    _rebind(clip_grad.clip_grad_norm_, _originals["clip_grad_norm_"])
+    if "default" in _originals:
+        defaults = _originals["fully_shard"].__wrapped__.__kwdefaults__
+        defaults["ignored_params"] = _originals["default"]
+    for name in _SETTERS:
+        setattr(FSDPModule, name, _originals[name])
+    torch.amp.GradScaler.unscale_ = _originals["unscale_"]
+    _originals.clear()
+
+
+def original_setter(name: str):
+    """A public setter of FSDPModule without our wrapper."""
+    return _originals.get(name) or getattr(FSDPModule, name)
+
+
+def _patch(owner, name: str, replacement) -> None:
+    _originals[name] = getattr(owner, name)
+    setattr(owner, name, replacement)
+
+
+def _rebind(old, new) -> None:
+    """Every module attribute that is ``old`` becomes ``new``: also early ``from ... import``."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old and module.__name__ != __name__:
+                setattr(module, name, new)
+
+
+def _wrap_fully_shard(original):
+    @functools.wraps(original)
+    def fully_shard(module, *args, ignored_params=None, **kwargs):
+        given = [Ignored()] if ignored_params is None else [Ignored(), ignored_params]
+        return original(module, *args, ignored_params=Union(*given), **kwargs)
+
+    return fully_shard
+
+
+def _wrap_setter(name: str, field: str):
+    original = getattr(FSDPModule, name)
+
+    @functools.wraps(original)
+    def setter(self, value, *args, **kwargs):
+        original(self, value, *args, **kwargs)
+        recurse = kwargs.get("recurse", args[0] if args else True)
+        for unit in units_under(self, recurse):
+            setattr(unit, field, value)
+
+    return setter
+
+
+def _wrap_register(original):
+    @functools.wraps(original)
+    def register_fsdp_forward_method(module, method_name):
+        original(module, method_name)
+        wrap_forward_method(module, method_name)
+
+    return register_fsdp_forward_method
+
+
+def _wrap_clip(original):
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None
+    ):
+        from dmuon.control import clip_dedicated
+
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = clip_dedicated(given, max_norm, norm_type, error_if_nonfinite)
+        if norm is None:
+            return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        return norm
+
+    return clip_grad_norm_
+
+
+def _wrap_unscale(original):
+    @functools.wraps(original)
+    def unscale_(self, optimizer):
+        from dmuon.optimizer import refuse_grad_scaler
+
+        refuse_grad_scaler(optimizer)
+        return original(self, optimizer)
+
+    return unscale_
