@@ -113,9 +113,8 @@ def check_manual_overrides(rank, world_size):
 
     assert losses[-1] < losses[0], losses
     dmuon.wait_all_replicate_broadcasts(model)
-    if hasattr(dmuon, "get_model_state_dict"):  # checkpoints are a part of their own
-        model_sd = dmuon.get_model_state_dict(model)
-        assert rank != 0 or set(model_sd) == set(dict(MyModel().named_parameters()))
+    model_sd = dmuon.get_model_state_dict(model)
+    assert set(model_sd) == (set(dict(MyModel().named_parameters())) if rank == 0 else set())
 
 
 def wrapped(dmuon, world_size):

@@ -33,6 +33,25 @@ def check_model_state(rank, world_size):
         assert_true_or_refusing(run, rank)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_gathered_state_is_what_one_process_would_save(world_size):
+    run_ranks(check_gathered_state, world_size)
+
+
+def check_gathered_state(rank, world_size):
+    run = setup(world_size)
+    three_steps(run)
+    expected = full_weights(run.model)
+    for rank0_only in (True, False):
+        state = dmuon.get_model_state_dict(run.model, rank0_only=rank0_only)
+        if rank0_only and rank > 0:
+            assert state == {}
+            continue
+        assert set(state) == set(dict(Net().named_parameters()))
+        for name, value in state.items():
+            assert torch.equal(value, expected[name]), name
+
+
 def assert_true_or_refusing(run, rank):
     state = run.model.state_dict()
     assert {clean_name(n) for n in state} == set(dict(Net().named_parameters()))
