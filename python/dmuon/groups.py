@@ -3,8 +3,8 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# One set of groups per (ranks, policy) and default group: setting up a second model, or setting one
-# up fifty times, makes no new ones.
+# (ranks, role) -> (default group, group): a second model, or the same one set up again, makes no new
+# groups, until the default group is another one.
 _made: dict = {}
 
 
@@ -41,22 +41,23 @@ def lane_groups(mesh: DeviceMesh, policy: str):
 
 
 def _group(mesh: DeviceMesh, role: str, backend: str | None = None):
-    group = mesh.get_group()
-    ranks = tuple(dist.get_process_group_ranks(group))
-    key = (id(dist.group.WORLD), ranks, role)
-    if key not in _made:
-        backend = backend or dist.get_backend(group)
-        if backend == "fake":
-            _made[key] = group
-        else:
-            _made[key] = dist.new_group(
-                list(ranks),
-                timeout=_timeout_of(group),
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc=f"dmuon_{role}",
-            )
-    return _made[key]
+    group, world = mesh.get_group(), dist.group.WORLD
+    key = (tuple(dist.get_process_group_ranks(group)), role)
+    if key not in _made or _made[key][0] is not world:
+        _made[key] = (world, _new_group(group, role, backend or dist.get_backend(group)))
+    return _made[key][1]
+
+
+def _new_group(group, role: str, backend: str):
+    if backend == "fake":  # a test's group of one process
+        return group
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=_timeout_of(group),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=f"dmuon_{role}",
+    )
 
 
 def _timeout_of(group):
