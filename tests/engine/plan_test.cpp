@@ -69,13 +69,18 @@ TEST(NewtonSchulzCost, IsThatOfGramWithOneRestart) {
 }
 
 TEST(NewtonSchulzCost, CountsTheProductsOfOtherStepNumbers) {
-  const Matrix square = matrix("w", 10, 10);  // a product is 2,000 operations, half if symmetric
-  // One step: X X^T, R R, Q X. Two: four more of Z and R. Three: a restart.
-  EXPECT_EQ(newton_schulz_cost(square, {.ns_steps = 1}), 3 * 2000);
-  EXPECT_EQ(newton_schulz_cost(square, {.ns_steps = 2}), 7 * 2000);
-  EXPECT_EQ(newton_schulz_cost(square, {.ns_steps = 3}), 10 * 2000);
-  EXPECT_EQ(newton_schulz_cost(square, {.ns_steps = 3, .symmetric_products = true}),
-            8 * 1000 + 2 * 2000);
+  const Matrix wide = matrix("w", 10, 100);  // X X^T and Q X: 20,000 operations each, R R: 2,000
+  // One step: X X^T, R R, Q X. Two: four more of Z and R. Three: a restart, and three fewer.
+  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 1}), 2 * 20000 + 2000);
+  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 2}), 2 * 20000 + 5 * 2000);
+  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 3}), 4 * 20000 + 6 * 2000);
+  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 3, .symmetric_products = true}),
+            6 * 10000 + 6 * 1000);
+}
+
+TEST(NewtonSchulzCost, IsThatOfTheDirectIterationWhereThatCostsLess) {
+  const Matrix square = matrix("w", 10, 10);
+  EXPECT_EQ(newton_schulz_cost(square, {}), newton_schulz_cost(square, {.direct = true}));
 }
 
 TEST(NewtonSchulzCost, IsThatOfTheDirectIteration) {
@@ -206,7 +211,7 @@ TEST(Plan, FindsNames) {
 TEST(Plan, ReportsItsLoads) {
   const std::vector<Matrix> list = {matrix("a", 10, 10), matrix("b", 10, 10), matrix("c", 20, 20)};
   const OwnershipPlan plan = make_plan(list, {.shard = 4}, {});
-  const double unit = 36 * 1000;
+  const double unit = 30 * 1000;
   EXPECT_THAT(plan.costs, ElementsAre(unit, unit, 8 * unit));
   EXPECT_THAT(plan.loads(), ElementsAre(8 * unit, unit, unit, 0));
   EXPECT_THAT(plan.state_bytes(), ElementsAre(3200, 800, 800, 0));
