@@ -64,7 +64,10 @@ struct PostHook final : torch::autograd::FunctionPostHook {
 torch::autograd::Node* node_of(const at::Tensor& output) {
   if (!output.defined() || !output.requires_grad()) return nullptr;
   const at::Tensor base = output.is_view() ? at::Tensor(output._base()) : output;
-  return base.grad_fn() ? &*base.grad_fn() : &*output.grad_fn();
+  for (const at::Tensor& candidate : {base, output}) {
+    if (const auto& node = candidate.grad_fn()) return &*node;
+  }
+  return nullptr;  // a leaf
 }
 
 }  // namespace
@@ -88,6 +91,11 @@ struct AccumulationHook::Impl {
 AccumulationHook::AccumulationHook(const at::Tensor& parameter, std::function<void()> f)
     : impl_(std::make_unique<Impl>(Impl{torch::autograd::impl::grad_accumulator(parameter)})) {
   impl_->node->add_post_hook(std::make_unique<PostHook>(std::move(f)));
+}
+
+bool AccumulationHook::in_current_pass() const {
+  const auto* reached = torch::autograd::get_current_graph_task_nodes_in_graph();
+  return reached && reached->count(&*impl_->node) > 0;
 }
 
 AccumulationHook::~AccumulationHook() = default;

@@ -39,6 +39,9 @@ class AccumulationHook {
   AccumulationHook(AccumulationHook&&) noexcept;
   AccumulationHook& operator=(AccumulationHook&&) noexcept;
 
+  // Whether the backward pass that runs now will bring a gradient.
+  bool in_current_pass() const;
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -38,6 +38,7 @@ void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
 // recomputation of a checkpointed segment runs in the task around it. So the callback queued here
 // is the one that ends the whole pass.
 void Engine::begin_pass() {
+  if (in_pass_ && pass_alive_.expired()) reset();  // the last one ended with an exception
   if (in_pass_) return;
   in_pass_ = true;
   fetched_ = reduced_ = 0;
@@ -52,7 +53,9 @@ void Engine::begin_pass() {
     units_[u].touched = here[u];
     if (anywhere[u]) join_pass(u);
   }
-  at_end_of_backward([weak = weak_from_this()] {
+  auto alive = std::make_shared<int>();
+  pass_alive_ = alive;
+  at_end_of_backward([weak = weak_from_this(), alive] {
     if (auto engine = weak.lock()) engine->end_pass();
   });
 }
@@ -62,6 +65,13 @@ std::vector<bool> Engine::touched_here() const {
   for (size_t b = 0; b < nodes_.size(); ++b) {
     if (!nodes_[b]->any_in_current_pass()) continue;
     for (const int u : config_.boundaries[b]) touched[u] = true;
+  }
+  for (size_t u = 0; u < units_.size(); ++u) {
+    if (touched[u]) continue;  // else: perhaps through an output that no hook could be put on
+    const auto& slots = units_[u].store.slots();
+    touched[u] = std::any_of(slots.begin(), slots.end(), [](const Slot& slot) {
+      return slot.hook && slot.hook->in_current_pass();
+    });
   }
   return touched;
 }
@@ -126,12 +136,13 @@ void Engine::accumulated(int u, int s) {
 }
 
 // A unit is released when the pass has moved on to another one: an operation that uses a weight
-// without asking for its gradient may still have come after the last gradient.
+// without asking for its gradient may still have come after the last gradient. All operations of a
+// boundary that holds no other come before those of the boundaries forward has entered before it.
 void Engine::release_finished(int boundary) {
   const auto& used = config_.boundaries[boundary];
   for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
     auto& unit = units_[u];
-    const bool finished = unit.armed && unit.pending == 0 && unit.depth == 0;
+    const bool finished = unit.armed && unit.pending == 0 && unit.depth == 0 && !unit.outer;
     if (!unit.store.shown() || !finished) continue;
     if (std::find(used.begin(), used.end(), u) == used.end()) release(unit);
   }

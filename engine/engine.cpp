@@ -25,6 +25,7 @@ Engine::Engine(EngineConfig config, Channels channels)
   }
   for (size_t b = 0; b < config_.boundaries.size(); ++b) {
     nodes_.push_back(std::make_shared<HookedNodes>());
+    for (const int u : config_.boundaries[b]) units_[u].outer |= config_.encloses[b];
   }
 }
 
@@ -115,7 +116,8 @@ void Engine::leave(int boundary, const std::vector<at::Tensor>& outputs) {
     advance(unit, UnitCall::leave);
     unit.depth = std::max(0, unit.depth - 1);
     unit.last_left = ++forwards_;
-    unit.keep = !hooked && c10::GradMode::is_enabled() && trainable(unit);
+    // Nothing to hook, and perhaps something we have not found.
+    unit.keep = !hooked && c10::GradMode::is_enabled() && (outputs.empty() || trainable(unit));
     const bool resident = config_.adapter->residency(u) == Residency::resident_after_forward;
     if (unit.depth == 0 && !in_backward && !unit.keep && !resident) release(unit);
   }

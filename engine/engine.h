@@ -36,6 +36,7 @@ struct Channels {
 struct EngineConfig {
   OwnershipPlan plan;
   std::vector<std::vector<int32_t>> boundaries;  // units of each boundary
+  std::vector<bool> encloses;                    // per boundary: whether it holds other boundaries
   std::vector<int32_t> order;  // all units, the same on every rank: steps go through it backwards
   std::shared_ptr<RuntimeAdapter> adapter;
   std::shared_ptr<FlightRing> ring;  // may be null
@@ -113,6 +114,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool issued = false;
     bool refired = false;  // a gradient came after the reduction was issued
     bool keep = false;     // no output to hook: stays whole until the backward pass ends
+    bool outer = false;    // its boundary holds others: its operations come before and after theirs
     std::unique_ptr<Reduction> reduction;
     bool finish_here = false;  // no lane finishes the reduction: whoever collects it does
     Event reduced, published;
@@ -152,7 +154,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Place> places_;
   Counters counters_;
 
-  bool in_pass_ = false;  // between the first hook of a backward pass and its end
+  bool in_pass_ = false;            // between the first hook of a backward pass and its end
+  std::weak_ptr<void> pass_alive_;  // autograd holds it for as long as the pass runs
   // The units that this pass reaches on any rank, the last forward first: the same on every rank.
   // Weights are fetched and gradients reduced in this order.
   std::vector<int32_t> pass_order_;

@@ -45,21 +45,23 @@ void bind_engine(py::module_& m) {
       .value("device", LaneKind::device);
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](const OwnershipPlan& plan, std::vector<std::vector<int32_t>> boundaries,
-                       std::vector<int32_t> order, std::shared_ptr<RuntimeAdapter> adapter,
-                       std::shared_ptr<FlightRing> ring, const std::string& materialise,
-                       const std::string& reduce, const std::string& control, LaneKind kind,
-                       const at::Device& device) {
+                       std::vector<bool> encloses, std::vector<int32_t> order,
+                       std::shared_ptr<RuntimeAdapter> adapter, std::shared_ptr<FlightRing> ring,
+                       const std::string& materialise, const std::string& reduce,
+                       const std::string& control, LaneKind kind, const at::Device& device) {
              auto channels = make_channels(materialise, reduce, control, kind, device, ring.get());
              return std::make_shared<Engine>(EngineConfig{.plan = plan,
                                                           .boundaries = std::move(boundaries),
+                                                          .encloses = std::move(encloses),
                                                           .order = std::move(order),
                                                           .adapter = std::move(adapter),
                                                           .ring = std::move(ring)},
                                              std::move(channels));
            }),
-           py::kw_only(), py::arg("plan"), py::arg("boundaries"), py::arg("order"),
-           py::arg("adapter"), py::arg("ring"), py::arg("materialise"), py::arg("reduce"),
-           py::arg("control"), py::arg("lane_kind"), py::arg("device"), Release())
+           py::kw_only(), py::arg("plan"), py::arg("boundaries"), py::arg("encloses"),
+           py::arg("order"), py::arg("adapter"), py::arg("ring"), py::arg("materialise"),
+           py::arg("reduce"), py::arg("control"), py::arg("lane_kind"), py::arg("device"),
+           Release())
       .def("adopt", &Engine::adopt, py::arg("matrix"), py::arg("parameter"), Release())
       .def("wait_reductions", &Engine::wait_reductions, Release())
       .def("wait_publishes", &Engine::wait_publishes, Release())

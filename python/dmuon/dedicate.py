@@ -224,6 +224,7 @@ def _install(model, mesh, chosen, plan, control, groups, process_group_policy) -
     runtime.engine = _C.Engine(
         plan=plan,
         boundaries=used,
+        encloses=[any(_inside(other, path) for other in paths) for path in paths],
         order=_C.from_rank_0(control.group_name, order[::-1]),
         adapter=runtime.adapter,
         ring=runtime.ring,
@@ -242,6 +243,10 @@ def _install(model, mesh, chosen, plan, control, groups, process_group_policy) -
     checkpoint.install_hooks(runtime)
     register(model, runtime)
     return runtime
+
+
+def _inside(path: str, other: str) -> bool:
+    return path != other and (other == "" or path.startswith(other + "."))
 
 
 def _lane_kind(device_type: str, policy: str) -> "_C.LaneKind":

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dmuon import _C
 from dmuon.adamw import SymmetricAdamW
@@ -220,7 +221,11 @@ class Muon(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         """fully_shard makes new Parameter objects; an optimizer made before it holds the old ones."""
         current, _ = self._model_parameters()
-        stale = [name for key, name in self._names.items() if key not in current]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        # A DTensor that is not in its slot is FSDP2's: whole now, and back after the next forward.
+        stale = [
+            self._names[id(p)] for p in mine if id(p) not in current and not isinstance(p, DTensor)
+        ]
         if stale:
             raise ValueError(
                 f"{listed(stale)} were replaced after dmuon.Muon was made, so it would train weights that "

@@ -66,6 +66,7 @@ TinyJob::TinyJob(SimWorld& world, int rank, const TinyOptions& options)
                     .publish_lane = make_host_lane("publish")};
   engine = std::make_shared<Engine>(EngineConfig{.plan = tiny_plan(world.size(), options.pack),
                                                  .boundaries = {{0}, {1}},
+                                                 .encloses = {false, false},
                                                  .order = {1, 0},
                                                  .adapter = adapter,
                                                  .ring = ring},
