@@ -18,7 +18,6 @@ constexpr int64_t kWorthAThread = 1 << 20;
 
 // Called before autograd uses the gradient of an output of the boundary, once for each call of it.
 void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
-  begin_pass();
   release_finished(boundary);
   const auto& used = config_.boundaries[boundary];
   for (size_t i = 0; i < used.size(); ++i) {
@@ -41,6 +40,7 @@ void Engine::begin_pass() {
   if (in_pass_ && pass_alive_.expired()) reset();  // the last one ended with an exception
   if (in_pass_) return;
   in_pass_ = true;
+  ++passes_;
   fetched_ = reduced_ = 0;
   pass_order_.clear();
   const auto here = touched_here();
@@ -118,8 +118,10 @@ void Engine::arm(UnitRuntime& unit) {
     unit.pending += slot.parameter.requires_grad();
     const at::Tensor current = std::exchange(slot.parameter.mutable_grad(), at::Tensor());
     if (current.defined() && current.is_same(slot.shown_grad)) continue;
-    slot.reduced = at::Tensor();
-    slot.local = current;
+    // A gradient put in the place of a reduced one is reduced, any other is this rank's own.
+    const bool was_reduced = slot.reduced.defined() && current.defined();
+    slot.reduced = was_reduced ? current : at::Tensor();
+    slot.local = was_reduced ? at::Tensor() : current;
   }
 }
 
@@ -227,8 +229,14 @@ void Engine::collect(UnitRuntime& unit) {
 }
 
 void Engine::hand_out(UnitRuntime& unit) {
+  const int u = static_cast<int>(&unit - units_.data());
   for (auto& slot : unit.store.slots()) {
     if (unit.refired || !unit.issued) keep_local(slot);
+    if (slot.reduced.defined() && slot.local.defined()) {
+      // Accumulated on top of a reduced gradient, without a reduction: this rank's part of the
+      // mean.
+      slot.reduced.add_(std::exchange(slot.local, at::Tensor()), 1 / config_.adapter->divisor(u));
+    }
     slot.shown_grad = slot.reduced.defined() ? slot.reduced : slot.local;
     slot.parameter.mutable_grad() = slot.shown_grad;
   }

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 
+#include <cmath>
 #include <limits>
 
 namespace dmuon {
@@ -44,6 +45,21 @@ at::Tensor FlatBuffer::view(int64_t offset, at::IntArrayRef sizes) const {
 at::Tensor make_placeholder(const at::Tensor& like) {
   return at::full({}, std::numeric_limits<double>::quiet_NaN(), like.options().requires_grad(false))
       .expand(like.sizes());
+}
+
+bool is_placeholder(const at::Tensor& placeholder) {
+  if (!placeholder.is_cpu()) return true;
+  const void* value = placeholder.data_ptr();
+  switch (placeholder.scalar_type()) {
+    case at::kFloat:
+      return std::isnan(*static_cast<const float*>(value));
+    case at::kDouble:
+      return std::isnan(*static_cast<const double*>(value));
+    case at::kBFloat16:
+      return std::isnan(static_cast<float>(*static_cast<const c10::BFloat16*>(value)));
+    default:
+      return std::isnan(static_cast<float>(*static_cast<const c10::Half*>(value)));
+  }
 }
 
 void show(const at::Tensor& parameter, const at::Tensor& view) {

@@ -35,6 +35,10 @@ class FlatBuffer {
 // dtype stay true, four bytes of storage, and whatever is computed from it is NaN.
 at::Tensor make_placeholder(const at::Tensor& like);
 
+// Whether it still is: an in-place operation may have written into it. Not looked at on
+// accelerators.
+bool is_placeholder(const at::Tensor& placeholder);
+
 // Makes `parameter` (same object, same autograd identity) show the memory, dtype, sizes and strides
 // of `view`. Its version counter does not move.
 void show(const at::Tensor& parameter, const at::Tensor& view);

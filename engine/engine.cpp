@@ -103,12 +103,16 @@ void Engine::leave(int boundary, const std::vector<at::Tensor>& outputs) {
   if (!outputs.empty() && c10::GradMode::is_enabled()) {
     std::vector<int64_t> epochs;
     for (const int u : used) epochs.push_back(units_[u].epoch);
-    hooked = before_backward(
-        outputs,
-        [weak = weak_from_this(), boundary, epochs] {
-          if (auto engine = weak.lock()) engine->pre_backward(boundary, epochs);
-        },
-        nodes_[boundary]);
+    // A call has as many hooks as outputs; the first that a pass reaches stands for all.
+    auto reached_in = std::make_shared<int64_t>(0);
+    const auto hook = [weak = weak_from_this(), boundary, epochs, reached_in] {
+      const auto engine = weak.lock();
+      if (!engine) return;
+      engine->begin_pass();
+      if (std::exchange(*reached_in, engine->passes_) == engine->passes_) return;
+      engine->pre_backward(boundary, epochs);
+    };
+    hooked = before_backward(outputs, hook, nodes_[boundary]);
   }
   const bool in_backward = graph_task_id() >= 0;
   for (const int u : used) {

@@ -161,7 +161,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<int32_t> pass_order_;
   size_t fetched_ = 0, reduced_ = 0;                 // how many of them
   std::vector<std::shared_ptr<HookedNodes>> nodes_;  // per boundary
-  int64_t forwards_ = 0;
+  int64_t forwards_ = 0, passes_ = 0;
   int64_t fetch_sequence_ = 0, reduce_sequence_ = 0;
   int64_t bytes_at_step_ = 0;
 };

@@ -54,15 +54,18 @@ Optimizer::Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config,
   }
 }
 
-bool Optimizer::step(const std::vector<GroupSettings>& groups,
-                     const SymmetricGradients& symmetric) {
+bool Optimizer::step(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric,
+                     const std::string& error) {
   c10::NoGradGuard no_grad;
   engine_->begin_step();
   ns_calls_last_step_ = 0;
-  const StepVerdict verdict = agree_on_step(engine_->control(), word(groups, symmetric));
+  StepWord mine = word(groups, symmetric);
+  mine.failed |= !error.empty();
+  const StepVerdict verdict = agree_on_step(engine_->control(), mine);
   const bool skipped = verdict.nonfinite && config_.nonfinite == Nonfinite::skip;
   const bool goes_on = verdict.any_gradient && !skipped;
   try {
+    if (verdict.failed) raise_everywhere(error);
     check(verdict, symmetric);
     const auto& order = engine_->order();
     for (auto unit = order.rbegin(); goes_on && unit != order.rend(); ++unit) {
@@ -104,13 +107,17 @@ int64_t Optimizer::find_nonfinite(const SymmetricGradients& symmetric) const {
   return 0;
 }
 
-void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const {
-  if (verdict.failed) {
-    throw ConfigError(
+void Optimizer::raise_everywhere(std::string error) {
+  if (error.empty() && engine_->has_local_gradients()) {
+    error =
         "step() after backward passes under no_sync whose gradients were never reduced. Run the "
         "last "
-        "micro-batch's backward outside of no_sync, or call zero_grad() to drop them.");
+        "micro-batch's backward outside of no_sync, or call zero_grad() to drop them.";
   }
+  agree(engine_->control(), {.error = std::move(error)});
+}
+
+void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const {
   if (verdict.sequence_differs) {
     throw RuntimeFailure(
         "the ranks ran different forward or backward passes since the last step; their weights may "

@@ -50,8 +50,10 @@ class Optimizer {
   // whether the rest of the step is to go on: false where no rank has a gradient, or where a
   // non-finite one is skipped; then nothing has changed. Throws the same error on every rank, and
   // changes nothing, where a gradient is not finite (Nonfinite::raise), ranks ran different passes
-  // or have different settings, or an accumulation under no_sync was never reduced.
-  bool step(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
+  // or have different settings, an accumulation under no_sync was never reduced, or a rank gives an
+  // `error` of its own.
+  bool step(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric,
+            const std::string& error = "");
 
   // By torch's names: "momentum_buffer", or "exp_avg", "exp_avg_sq" and "step" on the adamw route.
   // float32, the parameter's sizes but for "step"; empty on other ranks. Writing them is legal.
@@ -65,6 +67,7 @@ class Optimizer {
 
  private:
   StepWord word(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
+  void raise_everywhere(std::string error);
   int64_t find_nonfinite(const SymmetricGradients& symmetric) const;
   void check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const;
   void update_unit(int unit, const std::vector<GroupSettings>& groups);

@@ -147,6 +147,13 @@ void UnitStore::publish() {
 void UnitStore::verify(const OwnershipPlan& plan) const {
   for (const auto& slot : slots_) {
     const at::Tensor& expected = shown_ ? slot.whole : slot.placeholder;
+    if (!shown_ && expected.defined() && !is_placeholder(expected)) {
+      throw ConfigError(
+          message("parameter '", plan.matrices[slot.matrix].name,
+                  "' was written in place after dedicate_params, where it shows a placeholder; the "
+                  "value is "
+                  "lost. Initialise the model before dedicate_params, or use load_state_dict."));
+    }
     if (shows(slot.parameter, expected)) continue;
     throw ConfigError(
         message("parameter '", plan.matrices[slot.matrix].name,

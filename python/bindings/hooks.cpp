@@ -2,6 +2,8 @@
 // objects, then engine/engine.h.
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <unordered_set>
+
 #include "engine/engine.h"
 #include "python/bindings/bindings.h"
 
@@ -10,36 +12,53 @@ namespace {
 
 constexpr int kDeepestOutput = 8;
 
-void find_tensors(py::handle object, std::vector<at::Tensor>& found, int depth);
-
-void find_in_fields(py::handle object, std::vector<at::Tensor>& found, int depth) {
-  if (PyType_Check(object.ptr()) || PyCallable_Check(object.ptr())) return;
-  if (!py::hasattr(object, "__dict__")) return;
-  for (const auto& item : py::dict(object.attr("__dict__"))) {
-    find_tensors(item.second, found, depth);
+// Tensors in tuples, lists, dicts, sets, dataclasses and plain objects, with or without
+// `__slots__`, nested; each object once.
+class TensorSearch {
+ public:
+  std::vector<at::Tensor> run(py::handle output) {
+    visit(output, kDeepestOutput);
+    return std::move(found_);
   }
-}
 
-// Tensors in tuples, lists, dicts, dataclasses and plain objects, nested.
-void find_tensors(py::handle object, std::vector<at::Tensor>& found, int depth) {
-  PyObject* const p = object.ptr();
-  if (THPVariable_Check(p)) {
-    found.push_back(THPVariable_Unpack(p));
-  } else if (depth == 0 || p == Py_None || PyUnicode_Check(p) || PyLong_Check(p) ||
-             PyFloat_Check(p)) {
-    return;
-  } else if (PyTuple_Check(p) || PyList_Check(p)) {
-    for (const auto& item : py::reinterpret_borrow<py::sequence>(object)) {
-      find_tensors(item, found, depth - 1);
+ private:
+  void visit(py::handle object, int depth) {
+    PyObject* const p = object.ptr();
+    if (THPVariable_Check(p)) {
+      found_.push_back(THPVariable_Unpack(p));
+    } else if (depth == 0 || is_plain(p) || !seen_.insert(p).second) {
+      return;
+    } else if (PyDict_Check(p)) {
+      for (const auto& item : py::reinterpret_borrow<py::dict>(object))
+        visit(item.second, depth - 1);
+    } else if (PyTuple_Check(p) || PyList_Check(p) || PyAnySet_Check(p)) {
+      for (const auto& item : py::reinterpret_borrow<py::iterable>(object)) visit(item, depth - 1);
+    } else {
+      visit_fields(object, depth - 1);
     }
-  } else if (PyDict_Check(p)) {
-    for (const auto& item : py::reinterpret_borrow<py::dict>(object)) {
-      find_tensors(item.second, found, depth - 1);
-    }
-  } else {
-    find_in_fields(object, found, depth - 1);
   }
-}
+
+  static bool is_plain(PyObject* p) {
+    return p == Py_None || PyUnicode_Check(p) || PyBytes_Check(p) || PyLong_Check(p) ||
+           PyFloat_Check(p) || PyType_Check(p) || PyFunction_Check(p) || PyCFunction_Check(p) ||
+           PyMethod_Check(p) || PyModule_Check(p);
+  }
+
+  void visit_fields(py::handle object, int depth) {
+    if (py::hasattr(object, "_forward_pre_hooks")) return;  // an nn.Module
+    if (py::hasattr(object, "__dict__")) {
+      for (const auto& item : py::dict(object.attr("__dict__"))) visit(item.second, depth);
+    }
+    const py::object slots = py::getattr(py::type::of(object), "__slots__", py::none());
+    if (slots.is_none() || PyUnicode_Check(slots.ptr())) return;
+    for (const auto& name : slots) {
+      visit(py::getattr(object, name, py::none()), depth);
+    }
+  }
+
+  std::vector<at::Tensor> found_;
+  std::unordered_set<PyObject*> seen_;
+};
 
 struct SlotRef {
   py::dict parameters;  // the module's `_parameters`
@@ -74,8 +93,7 @@ class BoundaryHook {
   }
 
   void leave(py::handle output) {
-    std::vector<at::Tensor> tensors;
-    find_tensors(output, tensors, kDeepestOutput);
+    const auto tensors = TensorSearch().run(output);
     py::gil_scoped_release release;
     engine_->leave(boundary_, tensors);
   }

@@ -36,7 +36,8 @@ void bind_optimizer(py::module_& m) {
            }),
            py::kw_only(), py::arg("engine"), py::arg("newton_schulz"), py::arg("adjust_lr"),
            py::arg("nesterov"), py::arg("nonfinite"), py::arg("groups"))
-      .def("step", &Optimizer::step, py::arg("groups"), py::arg("symmetric"), Release())
+      .def("step", &Optimizer::step, py::arg("groups"), py::arg("symmetric"), py::arg("error") = "",
+           Release())
       .def("state", &Optimizer::state, py::arg("matrix"))
       .def("set_groups", &Optimizer::set_groups)
       .def("ns_calls", &Optimizer::ns_calls)

@@ -86,7 +86,7 @@ def nothing_selected(model: nn.Module) -> str:
 def _choose(names, mesh, policies, boundaries) -> Chosen:
     name, module, _, parameter = names[0]
     policy = policies.of(name)
-    _check_parameter(name, parameter, mesh)
+    _check_parameter(name, module, parameter, mesh)
     _check_policy(name, policy)
     return Chosen(
         name=name,
@@ -114,7 +114,7 @@ def _check_policy(name: str, policy: ParamPolicy) -> None:
             )
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, mesh) -> None:
+def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh) -> None:
     if hasattr(parameter, "_dedicated_owner_rank"):
         raise ValueError(f"parameter {name!r} is dedicated already. Call dedicate_params once.")
     if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
@@ -125,6 +125,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh) -> None:
         raise ValueError(
             f"parameter {name!r} is a {type(parameter).__name__}, a tensor subclass, whose memory "
             "dmuon cannot move. Leave it out of the predicate."
+        )
+    if getattr(module, "sparse", False):
+        raise ValueError(
+            f"parameter {name!r} belongs to a {type(module).__name__} with sparse=True; a sparse gradient "
+            "is no matrix. Set sparse=False, or leave it out of the predicate."
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"parameter {name!r} is {parameter.dtype}; it must be floating point.")
@@ -162,19 +167,27 @@ def _refuse_dtensor(name: str, parameter: DTensor, mesh) -> None:
     )
 
 
+_OF_A_UNIT = ("param_dtype", "grad_dtype", "output_dtype", "cast_forward_inputs")
+
+
 def _check_units(chosen: list[Chosen]) -> None:
-    """One flat buffer holds one dtype, on one device."""
-    for key in ("dtype", "device"):
-        first: dict[str, Chosen] = {}
-        for c in chosen:
-            other = first.setdefault(c.unit, c)
-            a, b = getattr(other.parameter, key), getattr(c.parameter, key)
-            if a != b:
-                raise ValueError(
-                    f"parameters {other.name!r} ({a}) and {c.name!r} ({b}) are in one unit, "
-                    f"{c.unit or 'the whole model'!r}, and differ in {key}. Give them one {key}, or set "
-                    "them apart with hook_boundary_resolver."
-                )
+    """One flat buffer holds one dtype, on one device; one reduction has one dtype."""
+    first: dict[str, Chosen] = {}
+    for c in chosen:
+        other = first.setdefault(c.unit, c)
+        for key in ("dtype", "device"):
+            _check_same(other, c, key, getattr(other.parameter, key), getattr(c.parameter, key))
+        for key in _OF_A_UNIT:
+            _check_same(other, c, key, getattr(other.policy, key), getattr(c.policy, key))
+
+
+def _check_same(one: Chosen, other: Chosen, key: str, a, b) -> None:
+    if a != b:
+        raise ValueError(
+            f"parameters {one.name!r} ({a}) and {other.name!r} ({b}) are in one unit, "
+            f"{one.unit or 'the whole model'!r}, and differ in {key}. Give them one {key}, or set them "
+            "apart with hook_boundary_resolver."
+        )
 
 
 def as_matrices(model: nn.Module, chosen: list[Chosen]) -> list["_C.Matrix"]:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dmuon import _C
-from dmuon.patch import original_setter
-from dmuon.runtime import Runtime, runtime_of, runtimes
+from dmuon.patch import original_setter, users_gradient_sync
+from dmuon.runtime import Runtime, runtime_of, runtime_of_whole, runtimes
 
 
 @contextlib.contextmanager
@@ -22,32 +22,26 @@ def no_sync(model: nn.Module):
     Raises:
         ValueError: the model has no dedicated parameters.
     """
-    runtime = runtime_of(model)
-    roots = _outermost_fsdp(runtime.model())
+    runtime = runtime_of_whole(model)
+    modules = [m for m in runtime.model().modules() if isinstance(m, FSDPModule)]
     runtime.adapter.enter_no_sync()
     runtime.no_sync_depth += 1
     try:
         if runtime.no_sync_depth == 1:
-            _set_fsdp_sync(roots, False)
+            _set_fsdp_sync(modules, lambda module: False)
         yield
     finally:
         runtime.adapter.leave_no_sync()
         runtime.no_sync_depth -= 1
         if runtime.no_sync_depth == 0:
-            _set_fsdp_sync(roots, True)
+            _set_fsdp_sync(modules, users_gradient_sync)
 
 
-def _outermost_fsdp(module: nn.Module) -> list[FSDPModule]:
-    if isinstance(module, FSDPModule):
-        return [module]
-    return [fsdp for child in module.children() for fsdp in _outermost_fsdp(child)]
-
-
-def _set_fsdp_sync(roots: list[FSDPModule], value: bool) -> None:
-    """Past our own wrapper: the units' flags are the user's."""
+def _set_fsdp_sync(modules: list[FSDPModule], value_of) -> None:
+    """Past our own wrapper, which keeps what the user has set."""
     setter = original_setter("set_requires_gradient_sync")
-    for root in roots:
-        setter(root, value)
+    for module in modules:
+        setter(module, value_of(module), recurse=False)
 
 
 def wait_all_reduces(model: nn.Module) -> None:

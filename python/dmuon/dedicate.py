@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon import _C, checkpoint, fsdp2
+from dmuon.agreement import raise_everywhere
 from dmuon.boundaries import Boundaries
 from dmuon.collect import Chosen, as_matrices, collect, nothing_selected, warn_unusual
 from dmuon.errors import choice
@@ -71,7 +72,8 @@ def dedicate_params(
             ``MixedPrecisionPolicy``, otherwise the parameter's own.
         tp_buffer_reuse: tensor parallelism only.
         process_group_policy: ``"isolated"``: process groups of dmuon's own, so that its traffic runs
-            beside the runtime's. ``"shared"``: the mesh's group, one operation after the other.
+            beside the runtime's. ``"shared"``: the mesh's group, one operation after the other, for
+            debugging; then every rank must use the same parts of the model in the same order.
         owner_strategy: ``"lpt"`` balances; ``"round_robin"`` counts through the names.
         owner_cost_model: what is balanced: ``"optimizer"`` (FLOPs of Newton-Schulz) or ``"numel"``.
         max_owners_per_group: at most this many owners within one unit.
@@ -88,9 +90,9 @@ def dedicate_params(
             different parameters, a parameter cannot be dedicated, the order of calls is wrong.
     """
     check_mesh(mesh)
-    _check_arguments(replicate_mesh, tp_buffer_reuse, process_group_policy, mesh)
     control = control_group(mesh)
     try:
+        _check_arguments(replicate_mesh, tp_buffer_reuse, process_group_policy)
         _check_model(model)
         chosen = collect(
             model,
@@ -113,7 +115,7 @@ def dedicate_params(
         plan = _C.make_plan(as_matrices(model, chosen), mesh.size(), 1, policy) if chosen else None
         lines = _proposal(chosen, plan, strict_init, reshard_after_forward, process_group_policy)
     except Exception as error:
-        _raise_everywhere(control, error)
+        raise_everywhere(control, error)
     _C.agree(
         control.group_name,
         lines,
@@ -138,16 +140,7 @@ def dedicate_params(
     return MappingProxyType({name: p.owner_rank for p in runtime.params for name in p.names})
 
 
-def _raise_everywhere(control, error: Exception):
-    """The other ranks hear of it: all raise the same text, this one with its own traceback."""
-    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    try:
-        _C.agree(control.group_name, [], text or type(error).__name__)
-    except ValueError as everywhere:
-        raise everywhere from error
-
-
-def _check_arguments(replicate_mesh, tp_buffer_reuse, process_group_policy, mesh) -> None:
+def _check_arguments(replicate_mesh, tp_buffer_reuse, process_group_policy) -> None:
     if replicate_mesh is not None and replicate_mesh.size() > 1:
         raise ValueError(
             f"replicate_mesh has {replicate_mesh.size()} ranks; this version shards over one axis. Give "

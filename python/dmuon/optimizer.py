@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from dmuon import _C
 from dmuon.adamw import SymmetricAdamW
+from dmuon.agreement import raise_everywhere
 from dmuon.checkpoint import OwnedTensor, owned_tensor
 from dmuon.errors import choice, listed
 from dmuon.names import slots
 from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
 from dmuon.param_groups import check_settings, lower
-from dmuon.runtime import runtime_of
+from dmuon.runtime import runtime_of_whole
 
 _NONFINITE = {
     "raise": _C.Nonfinite.raise_,
@@ -82,29 +83,28 @@ class Muon(torch.optim.Optimizer):
         *,
         adjust_lr_fn: str | None = None,
     ):
-        choice(
-            "tp_distributed_gram_policy",
-            tp_distributed_gram_policy,
-            ("beneficial", "always", "never"),
-        )
-        choice("nonfinite", nonfinite, tuple(_NONFINITE))
-        rule = _adjust_lr(adjust_lr, adjust_lr_fn)
-        self._runtime = runtime = runtime_of(model)
+        self._runtime = runtime = runtime_of_whole(model)
         self._model = weakref.ref(runtime.model())
-        runtime.prepare_for_optimizer()
-        muon = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        adamw = {
-            "lr": adamw_lr,
-            "betas": tuple(adamw_betas),
-            "eps": adamw_eps,
-            "weight_decay": adamw_weight_decay,
-        }
-        names, parameters = self._model_parameters()
-        dedicated = {id(p.parameter) for p in runtime.params if p.route == "muon"}
-        groups = lower(names, dedicated, parameters, param_groups, muon, adamw)
-        super().__init__(groups, {"lr": lr})
-        self._names = names
-        self._checked_parameters = False
+        try:
+            choice(
+                "tp_distributed_gram_policy",
+                tp_distributed_gram_policy,
+                ("beneficial", "always", "never"),
+            )
+            choice("nonfinite", nonfinite, tuple(_NONFINITE))
+            rule = _adjust_lr(adjust_lr, adjust_lr_fn)
+            self._ns_options = as_newton_schulz(ns_backend).options(ns_steps)
+            runtime.prepare_for_optimizer()
+            muon = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+            adamw = {
+                "lr": adamw_lr,
+                "betas": tuple(adamw_betas),
+                "eps": adamw_eps,
+                "weight_decay": adamw_weight_decay,
+            }
+            super().__init__(self._groups(param_groups, muon, adamw), {"lr": lr})
+        except Exception as error:
+            raise_everywhere(runtime.control, error)
         self._agree(
             ns_backend=ns_backend,
             ns_steps=ns_steps,
@@ -113,7 +113,6 @@ class Muon(torch.optim.Optimizer):
             nonfinite=nonfinite,
             replicate_async=replicate_async,
         )
-        self._ns_options = as_newton_schulz(ns_backend).options(ns_steps)
         self._muon = _C.Optimizer(
             engine=runtime.engine,
             newton_schulz=self._ns_options,
@@ -123,9 +122,15 @@ class Muon(torch.optim.Optimizer):
             groups=[0] * len(runtime.params),
         )
         self._symmetric = _C.SymmetricGradients()
+        self._checked_parameters = False
         self._read_groups()
         self._place_state()
         runtime.optimizer = weakref.ref(self)
+
+    def _groups(self, param_groups, muon: dict, adamw: dict) -> list[dict]:
+        self._names, parameters = self._model_parameters()
+        on_muon = {id(p.parameter) for p in self._runtime.params if p.route == "muon"}
+        return lower(self._names, on_muon, parameters, param_groups, muon, adamw)
 
     def _agree(self, **settings) -> None:
         """What changes collectives or bits must be equal on all ranks; learning rates are compared at
@@ -207,16 +212,23 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._runtime.prepare_for_optimizer()
-        if not self._checked_parameters:
-            self._check_parameters()
+        settings, error = self._settings_now()
         with torch.no_grad():
-            settings = [_settings(group) for group in self.param_groups]
             _C.read_symmetric(self._symmetric, self._symmetric_parameters)
-            if self._muon.step(settings, self._symmetric):
+            if self._muon.step(settings, self._symmetric, error):
                 self._adamw.step()
         self._runtime.after_step()
         return loss
+
+    def _settings_now(self) -> tuple[list["_C.GroupSettings"], str]:
+        """The groups as the engine reads them, or what is wrong with them: all ranks will raise it."""
+        try:
+            self._runtime.prepare_for_optimizer()
+            if not self._checked_parameters:
+                self._check_parameters()
+            return [_settings(group) for group in self.param_groups], ""
+        except ValueError as error:
+            return [], str(error)
 
     def _check_parameters(self) -> None:
         """fully_shard makes new Parameter objects; an optimizer made before it holds the old ones."""
@@ -240,18 +252,18 @@ class Muon(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's. Each owner takes the state of its matrices; an ``OwnedTensor`` is fine where this
-        rank does not own it.
+        """As torch's. Each owner takes the state of its matrices, zeros where there is none; an
+        ``OwnedTensor`` is fine where this rank does not own it.
 
         Raises:
-            ValueError: state of a dedicated parameter is missing, or has another shape.
+            ValueError: state of a dedicated parameter lacks an entry, or has another shape.
         """
         dedicated = self._dedicated_in(state_dict)
         rest = {key: value for key, value in state_dict["state"].items() if key not in dedicated}
         super().load_state_dict({**state_dict, "state": rest})
         for param, values in dedicated.values():
             for key, mine in self._muon.state(param.index).items():
-                mine.copy_(values[key])
+                mine.zero_() if values is None else mine.copy_(values[key])
         self._read_groups()
         self._place_state()
 
@@ -266,6 +278,8 @@ class Muon(torch.optim.Optimizer):
             if param is not None and i in state_dict["state"]:
                 _check_state(param, state_dict["state"][i])
                 found[i] = (param, state_dict["state"][i])
+            elif param is not None:  # never stepped, as torch has it
+                found[("fresh", i)] = (param, None)
         return found
 
 
@@ -291,8 +305,7 @@ def _settings(group: dict) -> "_C.GroupSettings":
     keys = ("momentum",) if group["route"] == "muon" else ("betas", "eps")
     settings = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
     settings |= {key: group[key] for key in keys}
-    if not (settings["lr"] >= 0 and settings["weight_decay"] >= 0):
-        check_settings(group["group_name"], group)
+    check_settings(group["group_name"], settings)
     return _C.GroupSettings(**settings)
 
 

@@ -3,6 +3,7 @@
 import functools
 import sys
 import warnings
+import weakref
 
 import torch
 import torch.distributed.fsdp as public
@@ -18,6 +19,15 @@ _SETTERS = {
 }
 # Name -> the original, of everything that install_patch replaced.
 _originals: dict[str, object] = {}
+
+
+# What the user has given to set_requires_gradient_sync.
+_gradient_sync: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
+
+
+def users_gradient_sync(module: FSDPModule) -> bool:
+    """What the user last gave to ``set_requires_gradient_sync`` of ``module``."""
+    return _gradient_sync.get(module, True)
 
 
 def install_patch() -> None:
@@ -104,6 +114,9 @@ def _wrap_setter(name: str, field: str):
     def setter(self, value, *args, **kwargs):
         original(self, value, *args, **kwargs)
         recurse = kwargs.get("recurse", args[0] if args else True)
+        if name == "set_requires_gradient_sync":
+            for module in self.modules() if recurse else [self]:
+                _gradient_sync[module] = value
         for unit in units_under(self, recurse):
             setattr(unit, field, value)
 

@@ -194,18 +194,37 @@ def runtimes() -> list[Runtime]:
     return list(_runtimes.values())
 
 
+def runtime_of_whole(model) -> Runtime:
+    """As ``runtime_of``; a model of which only a part was dedicated is an error."""
+    runtime = runtime_of(model)
+    module = _unwrapped(model)
+    if module is not runtime.model():
+        raise ValueError(
+            f"dedicate_params was called on a part of this {type(module).__name__}, a "
+            f"{type(runtime.model()).__name__}; the rest would be left out in silence. Call "
+            "dedicate_params on the whole model; its predicate chooses."
+        )
+    return runtime
+
+
+def _unwrapped(model):
+    """The registered module behind wrappers, or the innermost one."""
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", model)
+    while isinstance(module, nn.Module) and module not in _runtimes:
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        module = inner
+    return module
+
+
 def runtime_of(model, *, optional: bool = False) -> Runtime | None:
     """The runtime of ``model``, or of a wrapper's inner module, or of a part of it.
 
     Raises:
         ValueError: there is none, or the model holds several.
     """
-    module = getattr(model, "module", model) if not isinstance(model, nn.Module) else model
-    while isinstance(module, nn.Module) and module not in _runtimes:
-        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
-        if not isinstance(inner, nn.Module):
-            break
-        module = inner
+    module = _unwrapped(model)
     if isinstance(module, nn.Module):
         if module in _runtimes:
             return _runtimes[module]

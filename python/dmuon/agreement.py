@@ -1,0 +1,18 @@
+"""What goes wrong on one rank is raised on all."""
+
+from typing import NoReturn
+
+from dmuon import _C
+
+
+def raise_everywhere(control, error: Exception) -> NoReturn:
+    """The other ranks hear of it: all raise a ValueError with the same text, this one from ``error``.
+
+    Collective over ``control``: where this rank failed the others are in an agreement of theirs.
+    """
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    try:
+        _C.agree(control.group_name, [], text or type(error).__name__)
+    except ValueError as everywhere:
+        raise everywhere from error
+    raise AssertionError("an agreement with an error agreed")
