@@ -283,6 +283,20 @@ TEST(Engine, AfterAnExceptionInBackwardTheNextStepIsRight) {
   expect_equal_to_one_process(got, reference_steps(1));
 }
 
+TEST(Engine, AfterAFailedBackwardAGraphBuiltBeforeItTrains) {
+  const auto got = trained(2, {}, [](TinyJob& job, int rank, int n) {
+    const at::Tensor h = job.block(0, share_of(tiny_batch(7, kRows), rank, n));
+    h.register_hook([](at::Tensor) -> at::Tensor { throw std::runtime_error("user"); });
+    const at::Tensor failing = loss_of(job.block(1, h));
+    const at::Tensor other = loss_of(job.forward(share_of(tiny_batch(0, kRows), rank, n)));
+    EXPECT_THROW(failing.backward(), std::runtime_error);
+    job.zero_grad();
+    other.backward();
+    EXPECT_TRUE(job.step());
+  });
+  expect_equal_to_one_process(got, reference_steps(1));
+}
+
 TEST(Engine, StepRefusesGradientsThatWereNeverReduced) {
   trained(2, {}, [](TinyJob& job, int rank, int n) {
     job.adapter->sync = false;

@@ -1,0 +1,234 @@
+"""Models and calls that nobody planned for: right numbers, or a refusal by name on every rank."""
+
+from dataclasses import dataclass
+
+import dmuon
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.support.models import Bare, Block, Net
+from tests.support.parity import assert_all_raise, check_parity, cpu_mesh, setup
+from tests.support.ranks import run_ranks
+
+# Only matrices, all of them dedicated: FSDP2's own gradients have no part in the accumulation.
+BARE = {
+    "make_model": lambda: Net(block=Bare),
+    "predicate": lambda name, param: param.ndim >= 2,
+    "muon": {"adamw_lr": 0.0, "adamw_weight_decay": 0.0},
+    "count_ns": False,
+}
+
+
+class ResidualBlock(Block):
+    def forward(self, x, residual):
+        residual = x + residual
+        return self.down(torch.tanh(self.up(self.norm(residual)))), residual
+
+
+class ResidualNet(Net):
+    def __init__(self):
+        super().__init__(block=ResidualBlock)
+
+    def forward(self, x):
+        x = self.inp(x)
+        residual = torch.zeros_like(x)
+        for block in self.blocks:
+            x, residual = block(x, residual)
+        return self.head(x + residual)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_block_that_also_returns_the_residual_stream(world_size):
+    run_ranks(check_residual, world_size)
+
+
+def check_residual(rank, world_size):
+    run = check_parity(rank, world_size, make_model=ResidualNet)
+    bytes_ = dmuon.report(run.model)["materialisations"]
+    assert bytes_ == 3 * 2 * 2, "a unit is fetched once for forward and once for backward"
+
+
+@dataclass(slots=True)
+class Hidden:
+    value: torch.Tensor
+
+    def __call__(self):
+        return self.value
+
+
+class HidingBlock(Bare):
+    def forward(self, x):
+        y = super().forward(x)
+        return y.mean(), {Hidden(y)}
+
+    __hash__ = nn.Module.__hash__
+
+
+Hidden.__hash__ = object.__hash__
+
+
+class HidingNet(Net):
+    def __init__(self):
+        super().__init__(block=HidingBlock)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            (hidden,) = block(x)[1]
+            x = hidden()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_outputs_in_slots_sets_and_callables(world_size):
+    run_ranks(check_hidden, world_size)
+
+
+def check_hidden(rank, world_size):
+    check_parity(rank, world_size, make_model=HidingNet)
+
+
+class FrozenEarly(nn.Module):
+    """Matrices on the root: used before and after the blocks, and the early one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(24, 17)
+        self.early = nn.Parameter(torch.randn(17, 17) / 4)
+        self.blocks = nn.ModuleList(Block(17, 29) for _ in range(2))
+        self.late = nn.Parameter(torch.randn(17, 17) / 4)
+        self.head = nn.Linear(17, 20)
+
+    def forward(self, x):
+        x = self.inp(x) @ self.early
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x @ self.late)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_unit_around_others_with_a_frozen_matrix(world_size):
+    run_ranks(check_frozen_early, world_size)
+
+
+def check_frozen_early(rank, world_size):
+    check_parity(
+        rank,
+        world_size,
+        make_model=FrozenEarly,
+        predicate=lambda name, _: (
+            name in ("early", "late")
+            or ("blocks" in name and "weight" in name and "norm" not in name)
+        ),
+        prepare=lambda run: run.model.early.requires_grad_(False),
+        count_ns=False,
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_changed_between_accumulating_passes(world_size):
+    run_ranks(check_changed, world_size)
+
+
+def check_changed(rank, world_size):
+    for change in (replaced, scaled, cleared):
+        check_parity(rank, world_size, accumulate_with(change), **BARE)
+
+
+def accumulate_with(change):
+    """A pass that reduces, one that does not, a change by the user, a pass that reduces."""
+
+    def script(run):
+        for step in range(2):
+            backward(run, step)
+            with run.no_sync():
+                backward(run, 10 + step)
+            change(run)
+            backward(run, 20 + step)
+            run.step()
+
+    return script
+
+
+def backward(run, step):
+    for rank in run.ranks:
+        run.loss(step, rank).backward()
+
+
+def replaced(run):
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 0.5
+
+
+def scaled(run):
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def cleared(run):
+    run.optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_is_wrong_on_one_rank_is_raised_on_all(world_size):
+    run_ranks(check_one_rank, world_size)
+
+
+def check_one_rank(rank, world_size):
+    run = setup(world_size)
+    bad = rank == world_size - 1
+    remake = {"lr": -1.0 if bad else 0.02}
+    assert_all_raise(lambda: dmuon.Muon(run.model, **remake), "ValueError", "lr", "-1.0")
+    run.train(0)
+    for key, value in (("lr", float("nan")), ("momentum", 1.5), ("weight_decay", -1.0)):
+        group = run.optimizer.param_groups[0]
+        good, group[key] = group[key], value if bad else group[key]
+        backward(run, 1)
+        assert_all_raise(run.step, "ValueError", key, str(value), f"rank {world_size - 1}")
+        group[key] = good
+    run.step()
+    options = {"process_group_policy": "x" if bad else "isolated"}
+    model, mesh = Net(), cpu_mesh(world_size)
+    assert_all_raise(
+        lambda: dmuon.dedicate_params(model, mesh, lambda n, p: "up" in n, **options),
+        "ValueError",
+        "process_group_policy",
+        "'x'",
+    )
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_refusals_by_name(world_size):
+    run_ranks(check_refusals, world_size)
+
+
+def check_refusals(rank, world_size):
+    mesh = cpu_mesh(world_size)
+    part = Net()
+    dmuon.dedicate_params(part.blocks, mesh, lambda n, p: "up" in n and p.ndim == 2)
+    assert_all_raise(lambda: dmuon.Muon(part), "ValueError", "part", "ModuleList")
+
+    written = setup(world_size)
+    with torch.no_grad():
+        written.model.blocks[0].up.weight.zero_()
+    assert_all_raise(lambda: written.loss(0, rank), "ValueError", "blocks.0.up.weight", "in place")
+
+    mixed = {"overrides": [{"name": "up", "set": {"param_dtype": "bfloat16"}}]}
+    assert_all_raise(
+        lambda: dmuon.dedicate_params(
+            Net(), mesh, lambda n, p: "blocks" in n and p.ndim == 2, param_policy=mixed
+        ),
+        "ValueError",
+        "blocks.0.down.weight",
+        "param_dtype",
+    )
+    sparse = nn.Sequential(nn.Embedding(9, 5, sparse=True))
+    assert_all_raise(
+        lambda: dmuon.dedicate_params(sparse, mesh, lambda n, p: True),
+        "ValueError",
+        "0.weight",
+        "sparse",
+    )
