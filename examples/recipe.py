@@ -1,7 +1,7 @@
 """What a run trains, and with which numbers: one value for the run and for its check."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from gpt import GPT, GPTConfig
@@ -15,7 +15,7 @@ class Recipe:
     steps: int = 110
     batch: int = 16  # sequences in a global batch
     seed: int = 0
-    model: GPTConfig = GPTConfig()
+    model: GPTConfig = field(default_factory=GPTConfig)
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01

@@ -1,6 +1,6 @@
 // Times make_plan and measures its balance. One JSON line per list; read by bench_plan.py.
 //
-//   dmuon_plan_bench [names.tsv]   also writes name, rows and cols of the large list, for other planners
+//   dmuon_plan_bench [names.tsv]   also writes the large list: name, rows, cols, for other planners
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
