@@ -126,8 +126,7 @@ void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symm
   if (verdict.settings_differ) {
     throw ConfigError(
         "the ranks have different learning rates or other settings (lr, momentum, weight_decay, "
-        "betas, "
-        "eps) in param_groups. Set them alike on every rank.");
+        "betas, eps) in param_groups. Set them alike on every rank.");
   }
   if (!verdict.nonfinite || config_.nonfinite != Nonfinite::raise) return;
   const size_t index = static_cast<size_t>(verdict.nonfinite - 1);

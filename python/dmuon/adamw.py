@@ -39,4 +39,13 @@ class SymmetricAdamW:
         self._inner.param_groups = [
             {**group, "params": part, "decoupled_weight_decay": True} for group, part in self._parts
         ]
-        self._inner.step()
+        _bare_step(self._inner)
+
+
+def _bare_step(optimizer: torch.optim.AdamW) -> None:
+    """torch's step without hooks: those of ``dmuon.Muon`` run already, and global ones must not run
+    twice."""
+    step = type(optimizer).step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    step(optimizer)

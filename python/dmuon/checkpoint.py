@@ -35,8 +35,8 @@ class OwnedTensor(torch.Tensor):
     def _refusal(self) -> RuntimeError:
         return RuntimeError(
             f"{self._dmuon_name!r} lies on rank {self._dmuon_owner} alone; this rank cannot read or save "
-            "it. Call dmuon.get_model_state_dict / get_optimizer_state_dict on all ranks for whole "
-            "tensors, or read it on its owner."
+            "it. Call dmuon.get_model_state_dict(model) on all ranks for whole weights, or read it on its "
+            "owner."
         )
 
     def __repr__(self, **kwargs):

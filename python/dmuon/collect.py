@@ -110,7 +110,7 @@ def _check_policy(name: str, policy: ParamPolicy) -> None:
         if getattr(policy, key) not in (None, torch.float32):
             raise ValueError(
                 f"parameter {name!r} has {key}={getattr(policy, key)}; masters and momenta are "
-                "float32. Leave it out."
+                "float32 (float64 masters for float64 parameters). Leave it out."
             )
 
 

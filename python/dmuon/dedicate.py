@@ -212,6 +212,7 @@ def _install(model, mesh, chosen, plan, control, groups, process_group_policy) -
     order = _registration_order(model, chosen, unit_index)
     device = chosen[0].parameter.device
     runtime.control, runtime.data_group = control, mesh.get_group()
+    runtime.mesh_dim_names = mesh.mesh_dim_names
     runtime.adapter = _C.Fsdp2Adapter(len(plan.units), float(mesh.size()))
     runtime.ring = _C.FlightRing()
     runtime.engine = _C.Engine(

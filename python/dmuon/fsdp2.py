@@ -125,12 +125,19 @@ def wrap_forward_method(module: nn.Module, method_name: str) -> None:
 def check_slot(param) -> None:
     """Raises ValueError where FSDP2 took a dedicated parameter."""
     current = param.parameter
-    if isinstance(current, DTensor):
+    if not isinstance(current, DTensor):
+        return
+    if current.device_mesh.mesh_dim_names != param.runtime.mesh_dim_names:
         raise ValueError(
-            f"fully_shard took the dedicated parameter {param.param_name!r}: this call did not see "
-            "dmuon's set. Import dmuon before the module that calls fully_shard, or pass "
-            "fully_shard(..., ignored_params=dmuon.ignored_params(model))."
+            f"the dedicated parameter {param.param_name!r} became a DTensor over "
+            f"{current.device_mesh.mesh_dim_names} after dedicate_params. Call parallelize_module first, "
+            "then dedicate_params, then fully_shard."
         )
+    raise ValueError(
+        f"fully_shard took the dedicated parameter {param.param_name!r}: this call did not see "
+        "dmuon's set. Import dmuon before the module that calls fully_shard, or pass "
+        "fully_shard(..., ignored_params=dmuon.ignored_params(model))."
+    )
 
 
 def settle(runtime) -> None:

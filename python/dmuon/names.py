@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def clean(name: str) -> str:
     """``name`` without the parts that torch.compile and checkpoint wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS[:2])
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def join(prefix: str, name: str) -> str:

@@ -60,7 +60,7 @@ class NewtonSchulz:
             raise ValueError(f"backend is {self.backend!r}; it must be 'gram' or 'direct'.")
         if self.kernel != "auto":
             raise ValueError(f"kernel is {self.kernel!r}; this build has only 'auto'.")
-        self.options(1)
+        self.options(1 + max((*(self.restart_iterations or ()), 4)))
 
     def options(self, steps: int, dtype: torch.dtype | None = None) -> "_C.NewtonSchulz":
         """The engine's form of it, checked."""
@@ -68,8 +68,9 @@ class NewtonSchulz:
         options.algorithm = getattr(_C.NsAlgorithm, self.backend)
         options.coefficients = _coefficient_set(self.coefficients)
         options.steps = _whole_number("ns_steps", steps)
-        restarts = (2,) if self.restart_iterations is None else self.restart_iterations
-        options.restarts = [r for r in restarts if r < steps]
+        default = [2] if steps > 2 else []
+        restarts = self.restart_iterations
+        options.restarts = default if restarts is None else list(restarts)
         options.dtype = _ns_dtype(dtype)
         options.validate()
         return options
@@ -160,7 +161,7 @@ def _run(backend, G, steps, coefficients, restarts, dtype) -> torch.Tensor:
 
 
 def get_ns_backend(
-    rows: int, cols: int, *, batch: int = 1, ns_backend: str | NewtonSchulz = "gram"
+    rows: int = 256, cols: int = 1024, *, batch: int = 1, ns_backend: str | NewtonSchulz = "gram"
 ) -> str:
     """The kernel that runs for this shape on this machine, e.g. ``"gram/mm/float32"``."""
     return _C.newton_schulz_kernel(batch, rows, cols, as_newton_schulz(ns_backend).options(5))

@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
         replicate_async: bool = True,
         tp_distributed_gram: bool = False,
         tp_distributed_gram_policy: str = "beneficial",
-        adjust_lr: str | None = None,
+        adjust_lr: str = _ADJUST_LR[0],
         nonfinite: str = "raise",
         *,
         adjust_lr_fn: str | None = None,
@@ -318,12 +318,12 @@ def refuse_grad_scaler(optimizer) -> None:
         )
 
 
-def _adjust_lr(adjust_lr: str | None, adjust_lr_fn: str | None) -> str:
-    if adjust_lr is not None and adjust_lr_fn is not None and adjust_lr != adjust_lr_fn:
+def _adjust_lr(adjust_lr: str, adjust_lr_fn: str | None) -> str:
+    if adjust_lr_fn is not None and adjust_lr not in (_ADJUST_LR[0], adjust_lr_fn):
         raise ValueError(
             f"adjust_lr is {adjust_lr!r} and adjust_lr_fn {adjust_lr_fn!r}; they are two names of one "
             "setting. Give one."
         )
-    rule = adjust_lr or adjust_lr_fn or "match_rms_adamw"
+    rule = adjust_lr_fn or adjust_lr
     choice("adjust_lr", rule, _ADJUST_LR)
     return rule

@@ -73,7 +73,8 @@ class DedicatedParam:
 
     @property
     def _owned_data(self) -> torch.Tensor | None:
-        """The owner's weight in float32 (a view of what the optimizer updates), elsewhere None."""
+        """The owner's weight in float32 (float64 for a float64 parameter), the very memory that the
+        optimizer updates; elsewhere None."""
         self.runtime.engine.wait_publishes()
         return self.runtime.engine.master(self.index)
 
@@ -92,9 +93,11 @@ class Runtime:
         self.ring: _C.FlightRing = None
         self.control = None  # process group of agreements and norms
         self.data_group = None  # the mesh's own
+        self.mesh_dim_names = None
         self.optimizer = lambda: None  # a weak reference to the Muon that trains this model
         self.boundary_hooks: list = []
         self.settled = False
+        self.on_device = False
         self.no_sync_depth = 0
 
     def _param(self, index: int, c: Chosen) -> DedicatedParam:
@@ -139,6 +142,8 @@ class Runtime:
 
     def prepare_for_optimizer(self) -> None:
         """Raises ValueError where weights are still on the meta device."""
+        if self.on_device:
+            return
         self.settle()
         meta = [p.param_name for p in self.params if p.parameter.is_meta]
         if meta:
@@ -146,6 +151,7 @@ class Runtime:
                 f"{listed(meta)} are on the meta device. Call model.to_empty(device=...) and initialise "
                 "the model before dmuon.Muon."
             )
+        self.on_device = True
 
     def after_step(self) -> None:
         """The first step without a single dedicated gradient is most often a mistake."""
@@ -181,9 +187,6 @@ class Runtime:
             f"(one of {listed([p.param_name for p in boundary.params])}). Replace parameters before "
             "dedicate_params; to set values use load_state_dict."
         )
-
-    def find(self, parameter) -> DedicatedParam | None:
-        return next((p for p in self.params if p.parameter is parameter), None)
 
 
 def register(model: nn.Module, runtime: Runtime) -> None:

@@ -6,6 +6,7 @@ import dmuon
 import pytest
 import torch
 import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.models import Bare, Block, Net
 from tests.support.parity import assert_all_raise, check_parity, cpu_mesh, setup
@@ -232,3 +233,38 @@ def check_refusals(rank, world_size):
         "0.weight",
         "sparse",
     )
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_first_step_while_fsdp2_holds_whole_parameters(world_size):
+    run_ranks(check_whole_at_first_step, world_size)
+
+
+def check_whole_at_first_step(rank, world_size):
+    check_parity(rank, world_size, unsharded, count_ns=False)
+
+
+def unsharded(run):
+    """FSDP2 keeps its root whole after a forward without backward: its slots hold other objects."""
+    backward(run, 0)
+    with torch.no_grad():
+        run.model(run.batch(1, run.ranks[0])[0])
+    run.step()
+    if run.managed:
+        run.model.reshard()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_global_step_hooks_run_once(world_size):
+    run_ranks(check_global_hooks, world_size)
+
+
+def check_global_hooks(rank, world_size):
+    seen = []
+    handle = register_optimizer_step_post_hook(
+        lambda optimizer, *_: seen.append(type(optimizer).__name__)
+    )
+    run = setup(world_size)
+    run.train(0)
+    handle.remove()
+    assert seen == ["Muon"]
