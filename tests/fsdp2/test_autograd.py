@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import Bare, Block, Net
 from tests.support.parity import check_parity
 from tests.support.ranks import run_ranks
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def once_per_rank(*checks, sizes=(2, 4)):
@@ -317,6 +320,8 @@ STRUCTURES = {
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", list(STRUCTURES))
 def test_outputs_of_every_kind(kind, world_size):
+    if kind == "dataclass" and TORCH < (2, 15):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} does not look into dataclasses")
     run_ranks(check_structure, world_size, kind)
 
 
@@ -378,4 +383,6 @@ def reset_iteration(model):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_an_exception_then_a_normal_step(when, world_size):
+    if when == "backward" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} does not recover from it")
     run_ranks(check_exception_on_all_ranks, world_size, when)
