@@ -80,7 +80,7 @@ def mark_crossing(axes, adamw: train_gpt.Run, muon: train_gpt.Run) -> None:
         axes.annotate(
             f"AdamW's final loss, {goal:.3f},\nat step {reached} of {steps}",
             (reached, goal),
-            xytext=(12, 24),
+            xytext=(-150, -44),
             textcoords="offset points",
             color="tab:red",
         )
