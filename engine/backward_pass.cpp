@@ -51,7 +51,7 @@ void Engine::begin_pass() {
   for (const int u : order) {
     units_[u].position = -1;
     units_[u].touched = here[u];
-    if (anywhere[u]) join_pass(u);
+    if (anywhere[u]) join_pass(units_[u]);
   }
   auto alive = std::make_shared<int>();
   pass_alive_ = alive;
@@ -86,17 +86,17 @@ std::vector<bool> Engine::touched_anywhere(const std::vector<bool>& here) {
   return std::vector<bool>(data, data + here.size());
 }
 
-void Engine::join_pass(int u) {
-  auto& unit = units_[u];
+void Engine::join_pass(UnitRuntime& unit) {
+  if (unit.position >= 0) return;
   unit.position = static_cast<int>(pass_order_.size());
-  unit.reduces = trainable(unit) && config_.adapter->synchronize(u);
-  pass_order_.push_back(u);
+  unit.reduces = trainable(unit) && config_.adapter->synchronize(unit.index);
+  pass_order_.push_back(unit.index);
 }
 
 // Makes a unit whole in this pass, after all that come before it. Reentrant checkpointing may bring
 // one that could not be foreseen: it joins at the end.
 void Engine::fetch(UnitRuntime& unit) {
-  if (unit.position < 0) join_pass(static_cast<int>(&unit - units_.data()));
+  join_pass(unit);
   while (static_cast<int>(fetched_) <= unit.position) fetch_next();
   materialise(unit);
 }
@@ -161,7 +161,7 @@ void Engine::issue_ready() {
 }
 
 void Engine::issue(UnitRuntime& unit) {
-  const int u = static_cast<int>(&unit - units_.data());
+  const int u = unit.index;
   arm(unit);
   collect(unit);
   std::vector<at::Tensor> gradients;
@@ -229,13 +229,12 @@ void Engine::collect(UnitRuntime& unit) {
 }
 
 void Engine::hand_out(UnitRuntime& unit) {
-  const int u = static_cast<int>(&unit - units_.data());
   for (auto& slot : unit.store.slots()) {
     if (unit.refired || !unit.issued) keep_local(slot);
     if (slot.reduced.defined() && slot.local.defined()) {
-      // Accumulated on top of a reduced gradient, without a reduction: this rank's part of the
-      // mean.
-      slot.reduced.add_(std::exchange(slot.local, at::Tensor()), 1 / config_.adapter->divisor(u));
+      // On top of a reduced gradient, and not reduced: this rank's part of the mean.
+      slot.reduced.add_(std::exchange(slot.local, at::Tensor()),
+                        1 / config_.adapter->divisor(unit.index));
     }
     slot.shown_grad = slot.reduced.defined() ? slot.reduced : slot.local;
     slot.parameter.mutable_grad() = slot.shown_grad;
@@ -281,15 +280,14 @@ void Engine::arm_late(UnitRuntime& unit, int s) {
   if (fresh.is_same(slot.shown_grad)) {
     throw ConfigError(
         message("unit '", unit.store.name(),
-                "': no tensor was found in the output of its forward, so a "
-                "second backward before zero_grad() cannot be kept apart from the first. Return "
-                "the tensors "
-                "in a tuple, list, dict or dataclass, or call zero_grad() between the two."));
+                "': no tensor was found in the output of its forward, so a second backward before "
+                "zero_grad() cannot be kept apart from the first. Return the tensors in a tuple, "
+                "list, dict or dataclass, or call zero_grad() between the two."));
   }
   slot.parameter.mutable_grad() = at::Tensor();
   arm(unit);
   slot.parameter.mutable_grad() = fresh;
-  if (unit.position < 0) join_pass(static_cast<int>(&unit - units_.data()));
+  join_pass(unit);
 }
 
 // What an unfinished pass has reached is dropped: zero_grad may have been called since, and cannot

@@ -19,7 +19,7 @@ int64_t unit_bytes(const FlightRing* ring) {
 Engine::Engine(EngineConfig config, Channels channels)
     : config_(std::move(config)), channels_(std::move(channels)), places_(plan().matrices.size()) {
   for (int u = 0; u < static_cast<int>(plan().units.size()); ++u) {
-    units_.emplace_back(UnitStore(plan(), u, rank()));
+    units_.emplace_back(UnitStore(plan(), u, rank()), u);
     const auto& slots = units_[u].store.slots();
     for (int s = 0; s < static_cast<int>(slots.size()); ++s) places_[slots[s].matrix] = {u, s};
   }
@@ -134,10 +134,9 @@ void Engine::materialise(UnitRuntime& unit) {
                               "' is used while its parameters are still on the meta device. Call "
                               "model.to_empty(device=...) and initialise them first."));
   }
-  const int index = static_cast<int>(&unit - units_.data());
-  unit.store.prepare(config_.adapter->compute_dtype(index));
+  unit.store.prepare(config_.adapter->compute_dtype(unit.index));
   const auto& parts = unit.store.allocate();
-  if (channels_.materialise->size() > 1) note(fetch_sequence_, index);
+  if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
   channels_.materialise_lane->run(
       [&] { channels_.materialise->broadcast(parts, unit.store.name()); }, {unit.published});
   ++counters_.materialisations;
@@ -151,7 +150,7 @@ void Engine::release(UnitRuntime& unit) {
 
 // Parameters are watched from their first use on; one that is unfrozen later, from then on.
 void Engine::watch(UnitRuntime& unit) {
-  const int u = static_cast<int>(&unit - units_.data());
+  const int u = unit.index;
   auto& slots = unit.store.slots();
   for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
     if (slots[s].hook || !slots[s].parameter.requires_grad()) continue;

@@ -26,8 +26,10 @@
 
 namespace dmuon {
 
-// Each lane has its own process group, so that the order of operations within a group is the order
-// of its lane. `control` is used by the training thread, for agreements and norms, on CPU tensors.
+// Fetches, reductions and agreements have a process group each. On the host the training thread
+// issues all of them, on an accelerator the first two are enqueued on their lanes: either way the
+// order within a group is the same on every rank. `control` is for agreements and norms, on CPU
+// tensors.
 struct Channels {
   std::unique_ptr<Transport> materialise, reduce, control;
   std::unique_ptr<Lane> materialise_lane, reduce_lane, publish_lane;
@@ -100,8 +102,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   struct UnitRuntime {
-    explicit UnitRuntime(UnitStore s) : store(std::move(s)) {}
+    UnitRuntime(UnitStore s, int i) : store(std::move(s)), index(i) {}
     UnitStore store;
+    int index;  // into units_
     UnitState state = UnitState::idle;
     int depth = 0;          // calls of its boundaries in progress
     int64_t epoch = 0;      // steps that have changed its weights
@@ -132,7 +135,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void begin_pass();
   std::vector<bool> touched_here() const;
   std::vector<bool> touched_anywhere(const std::vector<bool>& here);
-  void join_pass(int unit);
+  void join_pass(UnitRuntime& unit);
   void fetch(UnitRuntime& unit);
   void fetch_next();
   void arm(UnitRuntime& unit);

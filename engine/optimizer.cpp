@@ -111,8 +111,7 @@ void Optimizer::raise_everywhere(std::string error) {
   if (error.empty() && engine_->has_local_gradients()) {
     error =
         "step() after backward passes under no_sync whose gradients were never reduced. Run the "
-        "last "
-        "micro-batch's backward outside of no_sync, or call zero_grad() to drop them.";
+        "last micro-batch's backward outside of no_sync, or call zero_grad() to drop them.";
   }
   agree(engine_->control(), {.error = std::move(error)});
 }

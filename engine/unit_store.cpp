@@ -151,16 +151,15 @@ void UnitStore::verify(const OwnershipPlan& plan) const {
       throw ConfigError(
           message("parameter '", plan.matrices[slot.matrix].name,
                   "' was written in place after dedicate_params, where it shows a placeholder; the "
-                  "value is "
-                  "lost. Initialise the model before dedicate_params, or use load_state_dict."));
+                  "value is lost. Initialise the model before dedicate_params, or use "
+                  "load_state_dict."));
     }
     if (shows(slot.parameter, expected)) continue;
     throw ConfigError(
         message("parameter '", plan.matrices[slot.matrix].name,
-                "' was changed behind dmuon's back: its data "
-                "was replaced (`.data = ...`, `.to(...)`, `.bfloat16()`) after dedicate_params. "
-                "Cast or move "
-                "the model before dedicate_params; to set its value use load_state_dict."));
+                "' was changed behind dmuon's back: its data was replaced (`.data = ...`, "
+                "`.to(...)`, `.bfloat16()`) after dedicate_params. Cast or move the model before "
+                "dedicate_params; to set its value use load_state_dict."));
   }
 }
 

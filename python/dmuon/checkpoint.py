@@ -96,9 +96,6 @@ class _Load(_Save):
     """A plain tensor of the right shape becomes the owner's weight; an OwnedTensor changes nothing
     on a rank that does not own it."""
 
-    def __init__(self, held):
-        self._held = held
-
     def __call__(self, module, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         for attribute, param in self._held:
             key = prefix + attribute

@@ -115,7 +115,6 @@ def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch
     engine = chosen[0].runtime.engine
     if any(param.runtime.engine is not engine for param in chosen):
         raise ValueError("parameters of two dedicated models cannot be clipped by one norm.")
-    engine.wait_reductions()
     symmetric = [p for p in parameters if id(p) not in dedicated]
     gradients = _C.GradientSet([param.index for param in chosen], symmetric)
     norm = _C.gradient_norm(engine, gradients, float(norm_type))

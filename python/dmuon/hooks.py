@@ -58,7 +58,11 @@ class _Copied:
         )
 
 
-class _PreHook(_C.PreHook):
+class _Unmanaged:
+    """What the copies of a hook become."""
+
+    path: str
+
     def __deepcopy__(self, memo):
         return _Copied(self.path)
 
@@ -66,12 +70,12 @@ class _PreHook(_C.PreHook):
         return _Copied, (self.path,)
 
 
-class _PostHook(_C.PostHook):
-    def __deepcopy__(self, memo):
-        return _Copied(self.path)
+class _PreHook(_Unmanaged, _C.PreHook):
+    pass
 
-    def __reduce__(self):
-        return _Copied, (self.path,)
+
+class _PostHook(_Unmanaged, _C.PostHook):
+    pass
 
 
 def _cast_hooks(module: nn.Module, params: list) -> list:

@@ -98,6 +98,7 @@ class Runtime:
         self.boundary_hooks: list = []
         self.settled = False
         self.on_device = False
+        self.stepped = False
         self.no_sync_depth = 0
 
     def _param(self, index: int, c: Chosen) -> DedicatedParam:
@@ -155,12 +156,10 @@ class Runtime:
 
     def after_step(self) -> None:
         """The first step without a single dedicated gradient is most often a mistake."""
-        counters = self.engine.counters()
-        if (
-            counters["steps"] == 1
-            and not self.optimizer()._muon.ns_calls()
-            and self._owned_trainable()
-        ):
+        if self.stepped:
+            return
+        self.stepped = True
+        if not self.optimizer()._muon.ns_calls() and self._owned_trainable():
             warnings.warn(
                 "the first step had no gradient for any dedicated parameter of this rank. Likely causes: "
                 "step() before backward(), a loss that does not depend on them, or their module called "
