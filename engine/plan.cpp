@@ -16,13 +16,13 @@ namespace {
 constexpr int64_t kMaxSlots = int64_t{1} << 24;
 
 void check(const Mesh& mesh) {
-  if (mesh.shard < 1 || mesh.replicate < 1) {
-    throw ConfigError(message("the mesh is ", mesh.shard, " (shard) x ", mesh.replicate,
-                              " (replicate); both axes must be at least 1."));
+  const std::string shape = message("the mesh is ", mesh.shard, " (shard) x ", mesh.replicate,
+                                    " (replicate) x ", mesh.tp, " (tp)");
+  if (mesh.shard < 1 || mesh.replicate < 1 || mesh.tp < 1) {
+    throw ConfigError(message(shape, "; every axis must be at least 1."));
   }
-  if (mesh.shard > kMaxSlots / mesh.replicate) {
-    throw ConfigError(message("the mesh is ", mesh.shard, " (shard) x ", mesh.replicate,
-                              " (replicate); at most ", kMaxSlots, " ranks are supported."));
+  if (mesh.shard > kMaxSlots / mesh.replicate / mesh.tp) {
+    throw ConfigError(message(shape, "; at most ", kMaxSlots, " ranks are supported."));
   }
 }
 
@@ -49,7 +49,7 @@ AssignProblem make_problem(const OwnershipPlan& plan, Reader& reader) {
           .bytes = std::move(reader.bytes),
           .units = std::move(reader.units.of_matrix),
           .layers = std::move(reader.layers.of_matrix),
-          .slots = plan.mesh.slots(),
+          .slots = plan.mesh.ranks(),
           .memory_limit = plan.policy.memory_limit_bytes,
           .max_owners = plan.policy.max_owners_per_group};
 }
@@ -60,6 +60,21 @@ std::vector<int32_t> make_owners(const OwnershipPlan& plan, const AssignProblem&
   if (plan.policy.strategy == OwnerStrategy::round_robin) return assign_round_robin(problem);
   if (plan.policy.cost_model == CostModel::numel) return assign_lpt(problem);
   return assign_lpt(problem, order);
+}
+
+std::vector<int32_t> ranks_of(const OwnershipPlan& plan) {
+  std::vector<int32_t> ranks(plan.owners);
+  const auto tp = static_cast<int32_t>(plan.mesh.tp);
+  for (size_t i = 0; i < ranks.size(); ++i) ranks[i] = ranks[i] * tp + plan.tp_owners[i];
+  return ranks;
+}
+
+void split_owners(OwnershipPlan& plan, const std::vector<int32_t>& ranks) {
+  const auto tp = static_cast<int32_t>(plan.mesh.tp);
+  for (const int32_t rank : ranks) {
+    plan.owners.push_back(rank / tp);
+    plan.tp_owners.push_back(rank % tp);
+  }
 }
 
 // A counting sort: stable.
@@ -91,7 +106,7 @@ std::vector<Unit> make_units(const OwnershipPlan& plan, const std::vector<int32_
                              const std::vector<std::string_view>& names) {
   std::vector<int32_t> order(plan.matrices.size());
   std::iota(order.begin(), order.end(), 0);
-  if (plan.policy.pack) order = sorted_by(plan.owners, plan.mesh.slots(), order);
+  if (plan.policy.pack) order = sorted_by(plan.owners, plan.mesh.cells(), order);
   order = sorted_by(unit, static_cast<int64_t>(names.size()), order);
 
   const std::vector<size_t> starts = segment_starts(plan, unit, order);
@@ -144,14 +159,14 @@ int64_t most_bytes(const std::vector<double>& costs, const std::vector<int64_t>&
 PlanReport make_report(const OwnershipPlan& plan, const std::vector<int64_t>& bytes,
                        const std::vector<int32_t>& order) {
   const std::vector<double> loads = plan.loads();
-  const std::vector<int64_t> held = sum_per_slot(bytes, plan.owners, plan.mesh.slots());
+  const std::vector<int64_t> held = sum_per_slot(bytes, ranks_of(plan), plan.mesh.ranks());
   const double total = std::accumulate(plan.costs.begin(), plan.costs.end(), 0.0);
   const double largest = plan.costs[order.front()];
   PlanReport report;
   report.max_load = *std::max_element(loads.begin(), loads.end());
-  report.mean_load = total / static_cast<double>(plan.mesh.slots());
+  report.mean_load = total / static_cast<double>(plan.mesh.ranks());
   report.w_star = largest > 0 ? total / largest : 0;
-  report.lower_bound = makespan_bound(plan.costs, order, plan.mesh.slots());
+  report.lower_bound = makespan_bound(plan.costs, order, plan.mesh.ranks());
   report.max_state_bytes = *std::max_element(held.begin(), held.end());
   report.state_bytes_bound = plan.policy.memory_limit_bytes;
   if (report.state_bytes_bound == 0) {
@@ -162,7 +177,7 @@ PlanReport make_report(const OwnershipPlan& plan, const std::vector<int64_t>& by
 }
 
 void add(Hasher& hasher, const Mesh& mesh, const PlanPolicy& policy) {
-  for (int64_t value : {mesh.shard, mesh.replicate, static_cast<int64_t>(policy.strategy),
+  for (int64_t value : {mesh.shard, mesh.replicate, mesh.tp, static_cast<int64_t>(policy.strategy),
                         static_cast<int64_t>(policy.cost_model), policy.max_owners_per_group,
                         policy.memory_limit_bytes, int64_t{policy.pack}, int64_t{policy.ns_steps},
                         int64_t{policy.symmetric_products}, int64_t{policy.direct}}) {
@@ -176,7 +191,7 @@ Digest make_digest(const OwnershipPlan& plan, const Reader& reader) {
   for (const Hasher* part : {&reader.texts, &reader.numbers}) {
     for (uint64_t word : part->digest().words) hasher.add(static_cast<int64_t>(word));
   }
-  for (int32_t owner : plan.owners) hasher.add(int64_t{owner});
+  for (const int32_t rank : ranks_of(plan)) hasher.add(int64_t{rank});
   return hasher.digest();
 }
 
@@ -198,7 +213,7 @@ OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const Pl
   plan.costs = std::move(reader.costs);
   const std::vector<int32_t> order = order_descending(plan.costs);
   const AssignProblem problem = make_problem(plan, reader);
-  plan.owners = make_owners(plan, problem, order);
+  split_owners(plan, make_owners(plan, problem, order));
   plan.units = make_units(plan, problem.units, reader.units.names);
   plan.report = make_report(plan, problem.bytes, order);
   plan.digest = make_digest(plan, reader);
@@ -214,12 +229,13 @@ int32_t OwnershipPlan::find(std::string_view name) const {
 }
 
 std::vector<double> OwnershipPlan::loads() const {
-  return sum_per_slot(costs, owners, mesh.slots());
+  return sum_per_slot(costs, ranks_of(*this), mesh.ranks());
 }
 
 std::vector<int64_t> OwnershipPlan::state_bytes() const {
-  std::vector<int64_t> held(mesh.slots());
-  for (size_t i = 0; i < owners.size(); ++i) held[owners[i]] += matrices[i].state_bytes;
+  std::vector<int64_t> held(mesh.ranks());
+  const std::vector<int32_t> ranks = ranks_of(*this);
+  for (size_t i = 0; i < ranks.size(); ++i) held[ranks[i]] += matrices[i].state_bytes;
   return held;
 }
 

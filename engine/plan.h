@@ -29,12 +29,15 @@ struct Matrix {
   int64_t numel() const { return batch * rows * cols; }
 };
 
-// The data-parallel domain. An owner is one coordinate of it, written as one number:
-// replicate * shard_size + shard.
+// The axes of a job. An owner is one *cell*: a coordinate of the two data-parallel axes, written as
+// one number, replicate * shard_size + shard. A cell has `tp` tensor-parallel ranks; one of them,
+// the TP owner, runs Newton-Schulz.
 struct Mesh {
   int64_t shard = 1;
   int64_t replicate = 1;
-  int64_t slots() const { return shard * replicate; }
+  int64_t tp = 1;
+  int64_t cells() const { return shard * replicate; }
+  int64_t ranks() const { return cells() * tp; }
 };
 
 enum class OwnerStrategy { lpt, round_robin };
@@ -69,7 +72,7 @@ struct Unit {
 
 struct PlanReport {
   double max_load = 0;     // FLOPs of the costliest owner
-  double mean_load = 0;    // over all slots
+  double mean_load = 0;    // over all ranks
   double w_star = 0;       // total / largest cost: ranks beyond this many cannot help
   double lower_bound = 0;  // no assignment has a smaller max_load
   int64_t max_state_bytes = 0;
@@ -79,17 +82,19 @@ struct PlanReport {
 struct OwnershipPlan {
   Mesh mesh;
   PlanPolicy policy;
-  std::vector<Matrix> matrices;  // sorted by name
-  std::vector<double> costs;     // per matrix
-  std::vector<int32_t> owners;   // per matrix
-  std::vector<Unit> units;       // sorted by name
+  std::vector<Matrix> matrices;    // sorted by name
+  std::vector<double> costs;       // per matrix
+  std::vector<int32_t> owners;     // per matrix, a cell
+  std::vector<int32_t> tp_owners;  // per matrix, in [0, mesh.tp)
+  std::vector<Unit> units;         // sorted by name
   PlanReport report;
   Digest digest;
 
   // Index into `matrices`, or -1.
   int32_t find(std::string_view name) const;
-  std::vector<double> loads() const;         // FLOPs per slot
-  std::vector<int64_t> state_bytes() const;  // per slot
+  // Per rank, which is cell * tp + TP coordinate.
+  std::vector<double> loads() const;  // FLOPs
+  std::vector<int64_t> state_bytes() const;
 };
 
 // Throws ConfigError: a name twice, a dimension below 0, an empty list, a mesh axis below 1, a

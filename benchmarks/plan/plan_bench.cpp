@@ -138,7 +138,7 @@ void check(const OwnershipPlan& plan, size_t size) {
   for (int32_t owner : plan.owners) ++counts[owner];
   const auto [fewest, most] = std::minmax_element(counts.begin(), counts.end());
   require(*fewest > 0 || *most < 2, "a rank is idle while another holds two matrices");
-  require(plan.report.max_load <= plain_lpt(plan.costs, plan.mesh.slots()) * (1 + 1e-12),
+  require(plan.report.max_load <= plain_lpt(plan.costs, plan.mesh.ranks()) * (1 + 1e-12),
           "worse than plain LPT");
   require(plan.report.lower_bound <= plan.report.max_load * (1 + 1e-12), "the bound is wrong");
 }

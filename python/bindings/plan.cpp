@@ -50,6 +50,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("matrices", &OwnershipPlan::matrices)
       .def_readonly("costs", &OwnershipPlan::costs)
       .def_readonly("owners", &OwnershipPlan::owners)
+      .def_readonly("tp_owners", &OwnershipPlan::tp_owners)
       .def_readonly("units", &OwnershipPlan::units)
       .def_readonly("report", &OwnershipPlan::report)
       .def("loads", &OwnershipPlan::loads)
@@ -58,11 +59,13 @@ void bind_plan(py::module_& m) {
       .def("digest", [](const OwnershipPlan& plan) { return plan.digest.hex(); });
   m.def(
       "make_plan",
-      [](std::vector<Matrix> matrices, int64_t shard, int64_t replicate, const PlanPolicy& policy) {
-        return make_plan(std::move(matrices), {.shard = shard, .replicate = replicate}, policy);
+      [](std::vector<Matrix> matrices, int64_t shard, int64_t replicate, int64_t tp,
+         const PlanPolicy& policy) {
+        return make_plan(std::move(matrices), {.shard = shard, .replicate = replicate, .tp = tp},
+                         policy);
       },
-      py::arg("matrices"), py::arg("shard"), py::arg("replicate"), py::arg("policy"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("matrices"), py::arg("shard"), py::arg("replicate"), py::arg("tp"),
+      py::arg("policy"), py::call_guard<py::gil_scoped_release>());
   m.def("layer_of", &layer_of, py::arg("parameter"), py::arg("containers"));
 }
 

@@ -112,7 +112,17 @@ def dedicate_params(
             pack_small_params,
             memory_limit_bytes,
         )
-        plan = _C.make_plan(as_matrices(model, chosen), mesh.size(), 1, policy) if chosen else None
+        plan = (
+            _C.make_plan(
+                matrices=as_matrices(model, chosen),
+                shard=mesh.size(),
+                replicate=1,
+                tp=1,
+                policy=policy,
+            )
+            if chosen
+            else None
+        )
         lines = _proposal(chosen, plan, strict_init, reshard_after_forward, process_group_policy)
     except Exception as error:
         raise_everywhere(control, error)
