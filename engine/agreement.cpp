@@ -158,19 +158,21 @@ std::vector<int32_t> from_rank_0(Transport& transport, std::vector<int32_t> valu
 }
 
 StepVerdict agree_on_step(Transport& transport, const StepWord& mine) {
-  at::Tensor word = at::empty({7}, kLong);
+  at::Tensor word = at::empty({8}, kLong);
   auto* data = word.data_ptr<int64_t>();
   data[0] = mine.any_gradient;
   data[1] = mine.nonfinite;
   data[2] = mine.failed;
   data[3] = mine.sequence, data[4] = ~mine.sequence;
   data[5] = mine.settings, data[6] = ~mine.settings;
+  data[7] = mine.gather_again;
   transport.all_reduce(word, ReduceOp::max, "(agreement)");
   return {.any_gradient = data[0] != 0,
           .nonfinite = data[1],
           .sequence_differs = data[3] != ~data[4],
           .settings_differ = data[5] != ~data[6],
-          .failed = data[2] != 0};
+          .failed = data[2] != 0,
+          .gather_again = data[7] != 0};
 }
 
 }  // namespace dmuon

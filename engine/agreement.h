@@ -28,10 +28,11 @@ std::vector<int32_t> from_rank_0(Transport& transport, std::vector<int32_t> valu
 // One word per step, combined by maximum over all ranks.
 struct StepWord {
   bool any_gradient = false;
-  int64_t nonfinite = 0;  // 0, or 1 + the index of a parameter with a non-finite gradient
-  int64_t sequence = 0;   // hash of the collectives since the last step
-  int64_t settings = 0;   // hash of what the step will do: learning rates and the like
-  bool failed = false;    // this rank cannot step
+  int64_t nonfinite = 0;      // 0, or 1 + the index of a parameter with a non-finite gradient
+  int64_t sequence = 0;       // hash of the collectives since the last step
+  int64_t settings = 0;       // hash of what the step will do: learning rates and the like
+  bool failed = false;        // this rank cannot step
+  bool gather_again = false;  // gradients have changed since they were gathered
 };
 
 struct StepVerdict {
@@ -40,6 +41,7 @@ struct StepVerdict {
   bool sequence_differs = false;
   bool settings_differ = false;
   bool failed = false;
+  bool gather_again = false;
 };
 
 StepVerdict agree_on_step(Transport& transport, const StepWord& mine);

@@ -14,6 +14,11 @@ namespace {
 // Bytes. Handing work to another thread and back costs about 10 us, in which one core sums 100 kB.
 constexpr int64_t kWorthAThread = 1 << 20;
 
+int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
+  const auto elapsed = std::chrono::steady_clock::now() - start;
+  return std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count();
+}
+
 }  // namespace
 
 // Called before autograd uses the gradient of an output of the boundary, once for each call of it.
@@ -120,8 +125,8 @@ void Engine::arm(UnitRuntime& unit) {
     if (current.defined() && current.is_same(slot.shown_grad)) continue;
     // A gradient put in the place of a reduced one is reduced, any other is this rank's own.
     const bool was_reduced = slot.reduced.defined() && current.defined();
-    slot.reduced = was_reduced ? current : at::Tensor();
-    slot.local = was_reduced ? at::Tensor() : current;
+    slot.forget_gradients();
+    (was_reduced ? slot.reduced : slot.local) = slot.unwrapped(current);
   }
 }
 
@@ -177,6 +182,7 @@ void Engine::issue(UnitRuntime& unit) {
   unit.reduction =
       std::make_unique<Reduction>(unit.store, std::move(gradients),
                                   config_.adapter->reduce_dtype(u), config_.adapter->divisor(u));
+  unit.gathering = channels_.tp_gather ? gathering_slots(unit.store) : std::vector<int>();
   start(unit);
 }
 
@@ -188,18 +194,70 @@ void Engine::start(UnitRuntime& unit) {
   if (!reduction.on_host()) {
     unit.reduced = channels_.reduce_lane->submit([this, &reduction] {
       reduction.start(*channels_.reduce);
-      reduction.finish();
+      reduction.finish(channels_.replicate_reduce.get());
     });
+    start_gather(unit);
     return;
   }
   reduction.start(*channels_.reduce);
-  unit.finish_here = reduction.nbytes() < kWorthAThread;
-  if (!unit.finish_here) unit.reduced = channels_.reduce_lane->submit([&] { reduction.finish(); });
+  Transport* const replicate = channels_.replicate_reduce.get();
+  unit.finish_here = reduction.nbytes() < kWorthAThread && !replicate && unit.gathering.empty();
+  if (!unit.finish_here) {
+    unit.reduced =
+        channels_.reduce_lane->submit([&reduction, replicate] { reduction.finish(replicate); });
+  }
+  start_gather(unit);
+}
+
+// The TP owners get the gradients of this pass, beside what is left of it.
+void Engine::start_gather(UnitRuntime& unit) {
+  if (unit.gathering.empty()) return;
+  unit.gathered = channels_.tp_lane->submit(
+      [this, &unit] {
+        const auto start = std::chrono::steady_clock::now();
+        std::vector<at::Tensor> pieces;
+        for (const int s : unit.gathering) pieces.push_back(unit.reduction->result(s));
+        unit.wholes = gather_gradients(unit.store, pieces, *channels_.tp_gather, gather_staging_);
+        unit.gather_us = microseconds_since(start);
+      },
+      {unit.reduced});
+}
+
+bool Engine::gathers_are_current() const {
+  for (const auto& unit : units_) {
+    for (const int s : gathering_slots(unit.store)) {
+      if (!unit.store.slots()[s].gathered_is_current()) return false;
+    }
+  }
+  return true;
+}
+
+// Gradients were cleared, replaced or written since the pass that has gathered them.
+void Engine::gather_again() {
+  ++counters_.tp_regathers;
+  for (const int u : config_.order) {
+    auto& unit = units_[u];
+    const std::vector<int> gathering = gathering_slots(unit.store);
+    if (gathering.empty()) continue;
+    std::vector<at::Tensor> pieces, wholes;
+    for (const int s : gathering) pieces.push_back(unit.store.slots()[s].gradient());
+    channels_.tp_lane->run([&] {
+      wholes = gather_gradients(unit.store, pieces, *channels_.tp_gather, gather_staging_);
+    });
+    for (size_t i = 0; i < gathering.size(); ++i) {
+      unit.store.slots()[gathering[i]].gathered = wholes[i];
+    }
+  }
+}
+
+void Engine::keep_in_shards(const std::vector<int32_t>& matrices) {
+  for (const int32_t matrix : matrices) slot(matrix).gathers = slot(matrix).scatters = false;
 }
 
 // Adds what this pass has brought to what earlier ones have left, in float32.
 void Engine::keep_local(Slot& slot) {
-  const at::Tensor fresh = std::exchange(slot.parameter.mutable_grad(), at::Tensor());
+  const at::Tensor fresh =
+      slot.unwrapped(std::exchange(slot.parameter.mutable_grad(), at::Tensor()));
   if (!fresh.defined()) return;
   if (!slot.local.defined()) {
     slot.local = fresh;
@@ -213,19 +271,39 @@ void Engine::keep_local(Slot& slot) {
 void Engine::collect(UnitRuntime& unit) {
   if (!unit.reduction) return;
   if (std::exchange(unit.finish_here, false))
-    unit.reduction->finish();
+    unit.reduction->finish(nullptr);
   else
     unit.reduced.wait();
-  auto& slots = unit.store.slots();
-  for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
-    const at::Tensor result = unit.reduction->result(s);
-    if (!result.defined()) continue;
-    if (slots[s].reduced.defined())
-      slots[s].reduced.add_(result);
-    else
-      slots[s].reduced = result;
+  if (!unit.gathering.empty()) {
+    const auto start = std::chrono::steady_clock::now();
+    unit.gathered.wait();
+    counters_.tp_wait_us += microseconds_since(start);
+    counters_.tp_gather_us += std::exchange(unit.gather_us, 0);
   }
+  add_reduced(unit);
   unit.reduction.reset();
+  unit.gathering.clear();
+  unit.wholes.clear();
+}
+
+void Engine::add_reduced(UnitRuntime& unit) {
+  auto& slots = unit.store.slots();
+  const auto add = [](at::Tensor& sum, const at::Tensor& term) {
+    if (sum.defined() && term.defined())
+      sum.add_(term);
+    else if (term.defined())
+      sum = term;
+  };
+  size_t next = 0;
+  for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
+    Slot& slot = slots[s];
+    const bool gathers = next < unit.gathering.size() && unit.gathering[next] == s;
+    const bool together = slot.gathered_matches();
+    add(slot.reduced, unit.reduction->result(s));
+    if (!gathers) continue;
+    add(slot.gathered, unit.wholes[next++]);
+    if (together) slot.note_gathered();
+  }
 }
 
 void Engine::hand_out(UnitRuntime& unit) {
@@ -236,8 +314,7 @@ void Engine::hand_out(UnitRuntime& unit) {
       slot.reduced.add_(std::exchange(slot.local, at::Tensor()),
                         1 / config_.adapter->divisor(unit.index));
     }
-    slot.shown_grad = slot.reduced.defined() ? slot.reduced : slot.local;
-    slot.parameter.mutable_grad() = slot.shown_grad;
+    slot.show_gradient(slot.reduced.defined() ? slot.reduced : slot.local);
   }
   unit.armed = unit.issued = unit.refired = false;
 }
@@ -267,9 +344,7 @@ void Engine::wait_reductions() {
     collect(unit);
     if (unit.armed) hand_out(unit);
   }
-  counters_.reduce_wait_us += std::chrono::duration_cast<std::chrono::microseconds>(
-                                  std::chrono::steady_clock::now() - start)
-                                  .count();
+  counters_.reduce_wait_us += microseconds_since(start);
 }
 
 // The first gradient of a unit none of whose outputs could be hooked. If autograd has added it in
@@ -306,7 +381,8 @@ void Engine::reset() {
 
 void Engine::drop_gradients(UnitRuntime& unit) {
   for (auto& slot : unit.store.slots()) {
-    slot.parameter.mutable_grad() = slot.reduced = slot.local = slot.shown_grad = at::Tensor();
+    slot.parameter.mutable_grad() = at::Tensor();
+    slot.forget_gradients();
   }
   unit.armed = unit.issued = unit.refired = false;
 }

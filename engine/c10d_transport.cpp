@@ -67,8 +67,11 @@ Options options_for(const at::Tensor& tensor, Options options = {}) {
 
 class C10dTransport final : public Transport {
  public:
-  C10dTransport(Group group, FlightRing* ring)
-      : group_(std::move(group)), ring_(ring), traffic_{group_->getRank(), group_->getSize()} {}
+  C10dTransport(Group group, FlightRing* ring, Channel channel)
+      : group_(std::move(group)),
+        ring_(ring),
+        channel_(channel),
+        traffic_{group_->getRank(), group_->getSize()} {}
 
   int rank() const override { return traffic_.rank; }
   int size() const override { return traffic_.size; }
@@ -206,7 +209,7 @@ class C10dTransport final : public Transport {
   }
 
   void issue(Call& call, c10d::ProcessGroup& group, const std::string& unit) {
-    if (ring_) call.sequence = ring_->begin(call.op, unit, call.root, call.sent_bytes);
+    if (ring_) call.sequence = ring_->begin(call.op, unit, call.root, call.sent_bytes, channel_);
     call.work = std::exchange(call.issue, nullptr)(group);
   }
 
@@ -258,6 +261,7 @@ class C10dTransport final : public Transport {
   Group group_;         // null once aborted
   std::string closed_;  // why; empty while open
   FlightRing* const ring_;
+  const Channel channel_;
   const Traffic traffic_;
 };
 
@@ -273,13 +277,21 @@ Group resolve(const std::string& group_name) {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring) {
-  return make_c10d_transport(resolve(group_name), ring);
+std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring,
+                                               Channel channel) {
+  return make_c10d_transport(resolve(group_name), ring, channel);
 }
 
-std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                               FlightRing* ring) {
-  return std::make_unique<C10dTransport>(std::move(group), ring);
+std::unique_ptr<Transport> make_c10d_transport(Group group, FlightRing* ring, Channel channel) {
+  return std::make_unique<C10dTransport>(std::move(group), ring, channel);
+}
+
+std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring) {
+  return make_c10d_transport(group_name, ring, Channel::control);
+}
+
+std::unique_ptr<Transport> make_c10d_transport(Group group, FlightRing* ring) {
+  return make_c10d_transport(std::move(group), ring, Channel::control);
 }
 
 }  // namespace dmuon

@@ -17,9 +17,13 @@ int64_t unit_bytes(const FlightRing* ring) {
 }  // namespace
 
 Engine::Engine(EngineConfig config, Channels channels)
-    : config_(std::move(config)), channels_(std::move(channels)), places_(plan().matrices.size()) {
+    : config_(std::move(config)),
+      channels_(std::move(channels)),
+      places_(plan().matrices.size()),
+      gather_staging_(config_.share_gather_staging),
+      scatter_staging_(config_.share_scatter_staging) {
   for (int u = 0; u < static_cast<int>(plan().units.size()); ++u) {
-    units_.emplace_back(UnitStore(plan(), u, rank()), u);
+    units_.emplace_back(UnitStore(plan(), u, config_.position, config_.layouts), u);
     const auto& slots = units_[u].store.slots();
     for (int s = 0; s < static_cast<int>(slots.size()); ++s) places_[slots[s].matrix] = {u, s};
   }
@@ -34,6 +38,7 @@ Engine::~Engine() {
   channels_.materialise_lane.reset();
   channels_.reduce_lane.reset();
   channels_.publish_lane.reset();
+  channels_.tp_lane.reset();
 }
 
 Slot& Engine::slot(int matrix) {
@@ -41,16 +46,18 @@ Slot& Engine::slot(int matrix) {
   return units_[place.unit].store.slots()[place.slot];
 }
 
-void Engine::adopt(int matrix, const at::Tensor& parameter) {
+void Engine::adopt(int matrix, const at::Tensor& parameter, const at::Tensor& inner,
+                   std::shared_ptr<TensorWrapper> wrapper) {
   auto& unit = units_[places_[matrix].unit];
   slot(matrix).hook.reset();
-  unit.store.adopt(places_[matrix].slot, parameter);
+  unit.store.adopt(places_[matrix].slot, parameter, inner, std::move(wrapper));
 }
 
 void Engine::set_value(int matrix, const at::Tensor& value) {
   auto& unit = units_[places_[matrix].unit];
   unit.published.wait();
   unit.store.set_value(places_[matrix].slot, value);
+  unit.stale = true;
   release(unit);
 }
 
@@ -92,8 +99,7 @@ void Engine::enter(int boundary) {
 // After zero_grad nobody else holds the old gradients.
 void Engine::forget_cleared(UnitRuntime& unit) {
   for (auto& slot : unit.store.slots()) {
-    if (!slot.parameter.grad().defined())
-      slot.reduced = slot.local = slot.shown_grad = at::Tensor();
+    if (!slot.parameter.grad().defined()) slot.forget_gradients();
   }
 }
 
@@ -134,7 +140,9 @@ void Engine::materialise(UnitRuntime& unit) {
                               "' is used while its parameters are still on the meta device. Call "
                               "model.to_empty(device=...) and initialise them first."));
   }
+  if (!unit.store.prepared()) unit.published.wait();
   unit.store.prepare(config_.adapter->compute_dtype(unit.index));
+  if (channels_.publish && unit.stale) submit_publish(unit, false, {});
   const auto& parts = unit.store.allocate();
   if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
   channels_.materialise_lane->run(
@@ -175,12 +183,26 @@ void Engine::begin_step() {
   }
 }
 
-void Engine::publish(int u, bool owned) {
+void Engine::publish(int u, bool owned, std::function<void()> last) {
   auto& unit = units_[u];
   advance(unit, UnitCall::publish);
   ++unit.epoch;
-  if (!owned || !unit.store.prepared() || !unit.store.publishes()) return;
-  unit.published = channels_.publish_lane->submit([&unit] { unit.store.publish(); });
+  if (unit.store.prepared() && (owned || channels_.publish) && trainable(unit)) {
+    submit_publish(unit, owned, std::move(last));
+  } else if (last) {
+    unit.published = channels_.publish_lane->submit(std::move(last));
+  }
+}
+
+void Engine::submit_publish(UnitRuntime& unit, bool owned, std::function<void()> last) {
+  unit.stale = false;
+  const bool refreshes = owned && unit.store.refreshes();
+  if (!refreshes && !channels_.publish && !last) return;
+  unit.published = channels_.publish_lane->submit([this, &unit, refreshes, last = std::move(last)] {
+    if (last) last();
+    if (refreshes) unit.store.refresh();
+    if (channels_.publish) channels_.publish->broadcast(unit.store.replicated(), unit.store.name());
+  });
 }
 
 void Engine::end_step(bool updated) {

@@ -21,18 +21,21 @@
 #include "engine/plan.h"
 #include "engine/reduction.h"
 #include "engine/runtime_adapter.h"
+#include "engine/tp_exchange.h"
 #include "engine/transport.h"
 #include "engine/unit_store.h"
 
 namespace dmuon {
 
-// Fetches, reductions and agreements have a process group each. On the host the training thread
-// issues all of them, on an accelerator the first two are enqueued on their lanes: either way the
-// order within a group is the same on every rank. `control` is for agreements and norms, on CPU
-// tensors.
+// Each purpose has a process group of its own, and each group is issued to by one thread in one
+// order: on the host fetches, reductions and scatters of updates by the training thread, the second
+// axis' reductions, publishes and gathers by their lanes; on an accelerator all by their lanes.
 struct Channels {
-  std::unique_ptr<Transport> materialise, reduce, control;
-  std::unique_ptr<Lane> materialise_lane, reduce_lane, publish_lane;
+  std::unique_ptr<Transport> materialise, reduce;        // shard axis
+  std::unique_ptr<Transport> replicate_reduce, publish;  // replicate axis; null where its size is 1
+  std::unique_ptr<Transport> tp_gather, tp_scatter;      // TP axis; null where its size is 1
+  std::unique_ptr<Transport> control;  // the whole job: agreements and norms, on CPU tensors
+  std::unique_ptr<Lane> materialise_lane, reduce_lane, publish_lane, tp_lane;
 };
 
 struct EngineConfig {
@@ -42,6 +45,9 @@ struct EngineConfig {
   std::vector<int32_t> order;  // all units, the same on every rank: steps go through it backwards
   std::shared_ptr<RuntimeAdapter> adapter;
   std::shared_ptr<FlightRing> ring;  // may be null
+  Position position;
+  std::vector<TpLayout> layouts;  // per matrix, or empty: none is cut
+  bool share_gather_staging = false, share_scatter_staging = false;
 };
 
 struct Counters {
@@ -52,6 +58,9 @@ struct Counters {
   int64_t sent_bytes_last_step = 0;  // this rank's, since the step before
   int64_t aborted_passes = 0;        // backward passes that ended with an exception
   int64_t reduce_wait_us = 0;        // the training thread waited for reductions this long
+  int64_t tp_gather_us = 0;          // gathers of gradients have taken this long,
+  int64_t tp_wait_us = 0;            // of which the training thread has waited
+  int64_t tp_regathers = 0;          // steps whose gradients had changed since they were gathered
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -74,8 +83,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   Place place(int matrix) const { return places_[matrix]; }
   Slot& slot(int matrix);
-  void adopt(int matrix, const at::Tensor& parameter);
-  // A new value for a matrix, on every rank; the owner's counts.
+  void adopt(int matrix, const at::Tensor& parameter) { adopt(matrix, parameter, parameter, {}); }
+  void adopt(int matrix, const at::Tensor& parameter, const at::Tensor& inner,
+             std::shared_ptr<TensorWrapper> wrapper);
+  // A new value for a matrix, on every rank its part; the owner's counts.
   void set_value(int matrix, const at::Tensor& value);
 
   // Hooks.
@@ -92,13 +103,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // For the optimizer. `begin_step` waits for everything in flight; between the two no unit is
   // whole.
   void begin_step();
-  // The owners have changed the unit's weights, this rank's own ones if `owned`.
-  void publish(int unit, bool owned);
+  // The owners have changed the unit's weights, this rank's own ones if `owned`; or do when `last`
+  // has run, on the publish lane.
+  void publish(int unit, bool owned, std::function<void()> last = {});
   void end_step(bool updated);
   void wait_publishes();
   bool has_local_gradients() const;  // accumulated under no_sync, never reduced
   const std::vector<int32_t>& order() const { return config_.order; }
   int64_t take_sequence_hash();  // of the collectives since the last call
+
+  // Tensor parallelism. All are for the optimizer.
+  Transport* tp() { return channels_.tp_scatter.get(); }
+  Staging& scatter_staging() { return scatter_staging_; }
+  // Their gradients and updates stay in shards from now on.
+  void keep_in_shards(const std::vector<int32_t>& matrices);
+  bool gathers_are_current() const;
+  void gather_again();
 
  private:
   struct UnitRuntime {
@@ -119,8 +139,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool keep = false;     // no output to hook: stays whole until the backward pass ends
     bool outer = false;    // its boundary holds others: its operations come before and after theirs
     std::unique_ptr<Reduction> reduction;
-    bool finish_here = false;  // no lane finishes the reduction: whoever collects it does
-    Event reduced, published;
+    bool finish_here = false;        // no lane finishes the reduction: whoever collects it does
+    bool stale = true;               // other replicas' holders have not got the owner's values
+    std::vector<int> gathering;      // slots whose gradient of this pass is being gathered
+    std::vector<at::Tensor> wholes;  // parallel: what has come of it
+    int64_t gather_us = 0;
+    Event reduced, gathered, published;
   };
 
   void advance(UnitRuntime& unit, UnitCall call);
@@ -144,6 +168,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void issue_ready();
   void issue(UnitRuntime& unit);
   void start(UnitRuntime& unit);
+  void start_gather(UnitRuntime& unit);
+  void submit_publish(UnitRuntime& unit, bool owned, std::function<void()> last);
+  void add_reduced(UnitRuntime& unit);
   void arm_late(UnitRuntime& unit, int slot);
   static void keep_local(Slot& slot);
   void end_pass();
@@ -156,6 +183,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<UnitRuntime> units_;
   std::vector<Place> places_;
   Counters counters_;
+  Staging gather_staging_, scatter_staging_;
 
   bool in_pass_ = false;            // between the first hook of a backward pass and its end
   std::weak_ptr<void> pass_alive_;  // autograd holds it for as long as the pass runs

@@ -22,6 +22,12 @@ const char* to_string(Op op) {
   return "?";
 }
 
+const char* to_string(Channel channel) {
+  static constexpr std::array<const char*, kChannels> kNames{
+      "materialise", "reduce", "replicate_reduce", "publish", "tp_gather", "tp_scatter", "control"};
+  return kNames[static_cast<size_t>(channel)];
+}
+
 namespace {
 
 const char* name(OpState state) {
@@ -40,6 +46,7 @@ std::string line(const FlightRecord& record) {
   std::ostringstream out;
   out << '#' << record.sequence << " step " << record.step << ' ' << to_string(record.op) << " '"
       << record.unit << '\'';
+  if (record.channel != Channel::control) out << " (" << to_string(record.channel) << ')';
   if (record.root >= 0) out << " root " << record.root;
   out << ' ' << record.sent_bytes << " B sent, " << name(record.state) << std::fixed
       << std::setprecision(1) << ", began at " << record.start_us << " us";
@@ -54,11 +61,13 @@ FlightRing::FlightRing(size_t capacity) : capacity_(capacity) {
   ring_.reserve(capacity);
 }
 
-int64_t FlightRing::begin(Op op, std::string unit, int32_t root, int64_t sent_bytes) {
+int64_t FlightRing::begin(Op op, std::string unit, int32_t root, int64_t sent_bytes,
+                          Channel channel) {
   std::lock_guard lock(mutex_);
   sent_by_unit_[unit] += sent_bytes;
-  FlightRecord record{next_,      step_,    op, OpState::issued, std::move(unit), root,
-                      sent_bytes, now_us(), 0};
+  sent_by_channel_[static_cast<size_t>(channel)] += sent_bytes;
+  FlightRecord record{next_,           step_, op,         channel,  OpState::issued,
+                      std::move(unit), root,  sent_bytes, now_us(), 0};
   if (ring_.size() < capacity_) {
     ring_.push_back(std::move(record));
   } else {
@@ -102,6 +111,11 @@ int64_t FlightRing::total_sent_bytes(const std::string& unit_prefix) const {
     total += it->second;
   }
   return total;
+}
+
+int64_t FlightRing::total_sent_bytes(Channel channel) const {
+  std::lock_guard lock(mutex_);
+  return sent_by_channel_[static_cast<size_t>(channel)];
 }
 
 std::string FlightRing::dump(size_t last) const {

@@ -20,18 +20,36 @@ double local_power_sum(Engine& engine, const GradientSet& set, double p) {
     const double value = sum_of_powers(gradient, p);
     total = std::isinf(p) ? larger(total, value) : total + value;
   };
-  for (const int matrix : set.matrices) add(owned_gradient(engine, matrix));
-  for (const auto& gradient : set.sharded) add(gradient);
-  if (engine.rank() != 0) return total;
-  for (const auto& gradient : set.replicated) add(gradient);
+  for (const int matrix : set.matrices) {
+    const Slot& slot = engine.slot(matrix);
+    if (slot.layout.cut() || slot.leads) add(owned_gradient(engine, matrix));
+  }
+  for (const auto& gradient : set.counted) add(gradient);
   return total;
+}
+
+// What has been gathered is scaled alike: the same bits as gathering again.
+void scale_owned(Slot& slot, double factor) {
+  at::Tensor gradient = slot.owned ? slot.gradient() : at::Tensor();
+  if (!gradient.defined()) return;
+  const bool together = slot.gathers && slot.gathered_is_current();
+  gradient.mul_(factor);
+  if (!together) return;
+  if (slot.gathered.defined()) slot.gathered.mul_(factor);
+  slot.note_gathered();
 }
 
 }  // namespace
 
 at::Tensor owned_gradient(Engine& engine, int matrix) {
   const Slot& slot = engine.slot(matrix);
-  return slot.owned ? slot.parameter.grad() : at::Tensor();
+  return slot.owned ? slot.gradient() : at::Tensor();
+}
+
+at::Tensor whole_gradient(Engine& engine, int matrix) {
+  const Slot& slot = engine.slot(matrix);
+  if (!slot.leads) return {};
+  return slot.gathers ? slot.gathered : slot.gradient();
 }
 
 double gradient_norm(Engine& engine, const GradientSet& set, double p) {
@@ -47,11 +65,8 @@ double gradient_norm(Engine& engine, const GradientSet& set, double p) {
 
 void scale_gradients(Engine& engine, const GradientSet& set, double factor) {
   c10::NoGradGuard no_grad;
-  for (const int matrix : set.matrices) {
-    at::Tensor gradient = owned_gradient(engine, matrix);
-    if (gradient.defined()) gradient.mul_(factor);
-  }
-  for (const auto* part : {&set.sharded, &set.replicated}) {
+  for (const int matrix : set.matrices) scale_owned(engine.slot(matrix), factor);
+  for (const auto* part : {&set.counted, &set.copies}) {
     for (at::Tensor gradient : *part) gradient.mul_(factor);
   }
 }

@@ -10,9 +10,9 @@ namespace dmuon {
 
 // This rank's part of some gradients.
 struct GradientSet {
-  std::vector<int32_t> matrices;       // dedicated: the owner's reduced gradient counts
-  std::vector<at::Tensor> sharded;     // local shards, disjoint over the ranks
-  std::vector<at::Tensor> replicated;  // equal on every rank
+  std::vector<int32_t> matrices;    // dedicated: the owner's reduced gradient counts
+  std::vector<at::Tensor> counted;  // of this rank; over all ranks each element is there once
+  std::vector<at::Tensor> copies;   // what another rank counts
 };
 
 // Collective. The p-norm of all elements (p = inf: the largest magnitude; p = 0: how many are not
@@ -22,7 +22,10 @@ double gradient_norm(Engine& engine, const GradientSet& set, double p);
 // Multiplies them all, in place.
 void scale_gradients(Engine& engine, const GradientSet& set, double factor);
 
-// The reduced gradient of a matrix on its owner, undefined where there is none.
+// The reduced gradient of a matrix on its owner, this rank's shard of it where it is cut; undefined
+// where there is none.
 at::Tensor owned_gradient(Engine& engine, int matrix);
+// The whole of it, on the rank that runs Newton-Schulz.
+at::Tensor whole_gradient(Engine& engine, int matrix);
 
 }  // namespace dmuon

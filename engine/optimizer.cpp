@@ -9,6 +9,7 @@
 #include "engine/digest.h"
 #include "engine/error.h"
 #include "engine/gradients.h"
+#include "engine/tp_exchange.h"
 #include "kernels/adamw.h"
 #include "kernels/sum_pieces.h"
 
@@ -41,15 +42,17 @@ Optimizer::Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config,
   for (size_t m = 0; m < state_.size(); ++m) {
     const Slot& slot = engine_->slot(static_cast<int>(m));
     if (!slot.owned) continue;
-    const auto options = kFloat32.device(slot.parameter.device());
+    const auto options = kFloat32.device(slot.inner.device());
     if (engine_->plan().matrices[m].route == Route::adamw) {
       state_[m]["exp_avg"] = at::zeros(slot.sizes, options);
       state_[m]["exp_avg_sq"] = at::zeros(slot.sizes, options);
       state_[m]["step"] = at::zeros({}, kFloat32);
       continue;
     }
-    state_[m]["momentum_buffer"] = at::zeros(slot.sizes, options);
-    largest = std::max(largest, slot.numel);
+    if (!slot.leads) continue;
+    state_[m]["momentum_buffer"] =
+        at::zeros(slot.layout.cut() ? slot.layout.sizes : slot.sizes, options);
+    largest = std::max(largest, engine_->plan().matrices[m].numel());
     if (!scratch_.defined() || scratch_.numel() < largest) scratch_ = at::empty({largest}, options);
   }
 }
@@ -67,10 +70,12 @@ bool Optimizer::step(const std::vector<GroupSettings>& groups, const SymmetricGr
   try {
     if (verdict.failed) raise_everywhere(error);
     check(verdict, symmetric);
+    if (goes_on && verdict.gather_again) engine_->gather_again();
     const auto& order = engine_->order();
     for (auto unit = order.rbegin(); goes_on && unit != order.rend(); ++unit) {
       update_unit(*unit, groups);
     }
+    if (!config_.publish_async) engine_->wait_publishes();
   } catch (...) {
     engine_->end_step(false);
     throw;
@@ -85,7 +90,8 @@ StepWord Optimizer::word(const std::vector<GroupSettings>& groups,
   StepWord word{.any_gradient = !symmetric.tensors.empty(),
                 .sequence = engine_->take_sequence_hash(),
                 .settings = settings_hash(groups),
-                .failed = engine_->has_local_gradients()};
+                .failed = engine_->has_local_gradients(),
+                .gather_again = !engine_->gathers_are_current()};
   for (size_t m = 0; m < state_.size(); ++m) {
     word.any_gradient |= owned_gradient(*engine_, static_cast<int>(m)).defined();
   }
@@ -141,29 +147,70 @@ void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symm
 void Optimizer::update_unit(int unit, const std::vector<GroupSettings>& groups) {
   bool updated = false;
   for (const Slot& slot : engine_->store(unit).slots()) {
+    if (slot.scatters) continue;
     const at::Tensor gradient = owned_gradient(*engine_, slot.matrix);
     if (!gradient.defined()) continue;
     const bool adamw = engine_->plan().matrices[slot.matrix].route == Route::adamw;
     const GroupSettings& group = groups[groups_[slot.matrix]];
-    adamw ? update_adamw(slot.matrix, gradient, group) : update(slot.matrix, gradient, group);
+    if (adamw) {
+      update_adamw(slot.matrix, gradient, group);
+    } else {
+      apply(slot.matrix, orthogonalised(slot.matrix, gradient, group), group);
+    }
     updated = true;
   }
-  engine_->publish(unit, updated);
+  if (scattering_slots(engine_->store(unit)).empty()) {
+    engine_->publish(unit, updated);
+  } else {
+    scatter(unit, groups);
+  }
 }
 
-void Optimizer::update(int matrix, const at::Tensor& gradient, const GroupSettings& group) {
+// The TP owners' updates go to the ranks that hold the shards, beside the next Newton-Schulz.
+void Optimizer::scatter(int unit, const std::vector<GroupSettings>& groups) {
+  const UnitStore& store = engine_->store(unit);
+  std::vector<at::Tensor> updates;
+  std::vector<std::pair<int, GroupSettings>> matrices;
+  for (const int s : scattering_slots(store)) {
+    const Slot& slot = store.slots()[s];
+    const GroupSettings& group = groups[groups_[slot.matrix]];
+    const at::Tensor gradient = whole_gradient(*engine_, slot.matrix);
+    updates.push_back(gradient.defined() ? orthogonalised(slot.matrix, gradient, group)
+                                         : at::Tensor());
+    matrices.emplace_back(slot.matrix, group);
+  }
+  if (engine_->scatter_staging().shared()) engine_->wait_publishes();
+  auto moving =
+      std::make_shared<UpdateScatter>(store, updates, *engine_->tp(), engine_->scatter_staging());
+  engine_->publish(unit, true, [this, moving, matrices] {
+    const std::vector<at::Tensor> pieces = moving->finish();
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (pieces[i].defined()) apply(matrices[i].first, pieces[i], matrices[i].second);
+    }
+  });
+}
+
+// Momentum, then Newton-Schulz: of the whole matrix, in its sizes.
+at::Tensor Optimizer::orthogonalised(int matrix, const at::Tensor& gradient,
+                                     const GroupSettings& group) {
+  const Matrix& shape = engine_->plan().matrices[matrix];
+  at::Tensor& momentum = state_[matrix].at("momentum_buffer");
+  at::Tensor input = scratch_.narrow(0, 0, shape.numel()).view(momentum.sizes());
+  momentum_update(momentum, gradient, group.momentum, config_.nesterov, input);
+  const at::Tensor orthogonal =
+      newton_schulz(input.view({shape.batch, shape.rows, shape.cols}), config_.newton_schulz);
+  ++ns_per_matrix_[matrix];
+  ++ns_calls_last_step_;
+  return orthogonal.view(momentum.sizes());
+}
+
+// `orthogonal`: what this rank holds of it.
+void Optimizer::apply(int matrix, const at::Tensor& orthogonal, const GroupSettings& group) {
   const Matrix& shape = engine_->plan().matrices[matrix];
   const auto place = engine_->place(matrix);
   at::Tensor weight = engine_->store(place.unit).master(place.slot);
-  at::Tensor input = scratch_.narrow(0, 0, shape.numel()).view(weight.sizes());
-  momentum_update(state_[matrix].at("momentum_buffer"), gradient, group.momentum, config_.nesterov,
-                  input);
-  const at::Tensor orthogonal =
-      newton_schulz(input.view({shape.batch, shape.rows, shape.cols}), config_.newton_schulz);
-  apply_update(weight, orthogonal.view(weight.sizes()), group.lr, group.weight_decay,
+  apply_update(weight, orthogonal, group.lr, group.weight_decay,
                adjusted_scale(config_.adjust_lr, shape.rows, shape.cols));
-  ++ns_per_matrix_[matrix];
-  ++ns_calls_last_step_;
 }
 
 void Optimizer::update_adamw(int matrix, const at::Tensor& gradient, const GroupSettings& group) {

@@ -32,6 +32,7 @@ struct OptimizerConfig {
   AdjustLr adjust_lr = AdjustLr::match_rms_adamw;
   bool nesterov = true;
   Nonfinite nonfinite = Nonfinite::raise;
+  bool publish_async = true;  // false: step() returns when every update has been published
 };
 
 // The gradients that the runtime keeps, on this rank: only read, to look for what is not finite.
@@ -56,7 +57,8 @@ class Optimizer {
             const std::string& error = "");
 
   // By torch's names: "momentum_buffer", or "exp_avg", "exp_avg_sq" and "step" on the adamw route.
-  // float32, the parameter's sizes but for "step"; empty on other ranks. Writing them is legal.
+  // float32. The momentum is whole, on the TP owner; the others have this rank's sizes, but for
+  // "step", and lie where the weight's master does. Empty on other ranks. Writing them is legal.
   const std::map<std::string, at::Tensor>& state(int matrix) const { return state_[matrix]; }
 
   void set_groups(std::vector<int32_t> groups) { groups_ = std::move(groups); }
@@ -71,7 +73,9 @@ class Optimizer {
   int64_t find_nonfinite(const SymmetricGradients& symmetric) const;
   void check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const;
   void update_unit(int unit, const std::vector<GroupSettings>& groups);
-  void update(int matrix, const at::Tensor& gradient, const GroupSettings& group);
+  at::Tensor orthogonalised(int matrix, const at::Tensor& gradient, const GroupSettings& group);
+  void apply(int matrix, const at::Tensor& orthogonal, const GroupSettings& group);
+  void scatter(int unit, const std::vector<GroupSettings>& groups);
   void update_adamw(int matrix, const at::Tensor& gradient, const GroupSettings& group);
 
   std::shared_ptr<Engine> engine_;

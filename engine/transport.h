@@ -21,6 +21,7 @@ class ProcessGroup;
 namespace dmuon {
 
 class FlightRing;
+enum class Channel : uint8_t;
 
 struct Broadcast {
   at::Tensor tensor;  // read on the root, overwritten elsewhere
@@ -70,7 +71,12 @@ class Transport {
 };
 
 // Over c10d: gloo, NCCL, or whatever the group has. `ring` may be null and outlives the transport.
-// With size 1 nothing is communicated.
+// With size 1 nothing is communicated. `channel`: what the ring is to call its operations.
+std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring,
+                                               Channel channel);
+std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                               FlightRing* ring, Channel channel);
+// Channel::control
 std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring);
 std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                FlightRing* ring);

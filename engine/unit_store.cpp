@@ -21,41 +21,77 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   return strides;
 }
 
-}  // namespace
-
-UnitStore::UnitStore(const OwnershipPlan& plan, int unit, int rank) : name_(plan.units[unit].name) {
-  for (const auto& segment : plan.units[unit].segments) {
-    SegmentStore store{.owner = segment.owner, .first_slot = static_cast<int32_t>(slots_.size())};
-    store.owned = segment.owner == rank;
-    for (const int32_t matrix : segment.matrices) {
-      Slot slot{.matrix = matrix, .segment = static_cast<int32_t>(segments_.size())};
-      slot.offset = store.numel;
-      slot.numel = plan.matrices[matrix].numel();
-      slot.owned = store.owned;
-      store.numel += slot.numel;
-      slots_.push_back(std::move(slot));
-    }
-    store.slots = static_cast<int32_t>(segment.matrices.size());
-    segments_.push_back(std::move(store));
-  }
+// The wrapper's dtype is what autograd goes by.
+void show_slot(const Slot& slot, const at::Tensor& view) {
+  show(slot.inner, view);
+  if (!slot.wrapper) return;
+  auto* impl = slot.parameter.unsafeGetTensorImpl();
+  impl->set_storage_and_dtype(impl->unsafe_storage(), view.dtype());
 }
 
-void UnitStore::adopt(int index, const at::Tensor& parameter) {
+}  // namespace
+
+UnitStore::UnitStore(const OwnershipPlan& plan, int unit, const Position& me,
+                     const std::vector<TpLayout>& layouts)
+    : name_(plan.units[unit].name), packed_(plan.policy.pack) {
+  std::vector<const Segment*> segments;
+  for (const auto& segment : plan.units[unit].segments) segments.push_back(&segment);
+  const auto holder = [&](const Segment* s) { return s->owner % plan.mesh.shard; };
+  // A holder's segments side by side: one message.
+  if (packed_) {
+    std::stable_sort(segments.begin(), segments.end(),
+                     [&](const auto* a, const auto* b) { return holder(a) < holder(b); });
+  }
+  for (const Segment* segment : segments) add_segment(plan, *segment, me, layouts);
+}
+
+void UnitStore::add_segment(const OwnershipPlan& plan, const Segment& segment, const Position& me,
+                            const std::vector<TpLayout>& layouts) {
+  SegmentStore store{.holder = static_cast<int32_t>(segment.owner % plan.mesh.shard),
+                     .replica = static_cast<int32_t>(segment.owner / plan.mesh.shard),
+                     .first_slot = static_cast<int32_t>(slots_.size())};
+  store.held = store.holder == me.shard;
+  store.owned = store.held && store.replica == me.replicate;
+  for (const int32_t matrix : segment.matrices) {
+    Slot slot{.matrix = matrix, .segment = static_cast<int32_t>(segments_.size())};
+    if (!layouts.empty()) slot.layout = layouts[matrix];
+    slot.offset = store.numel;
+    slot.numel = slot.layout.cut() ? slot.layout.numel_on(me.tp) : plan.matrices[matrix].numel();
+    slot.tp_owner = plan.tp_owners[matrix];
+    slot.owned = store.owned;
+    slot.leads = store.owned && slot.tp_owner == me.tp;
+    slot.scatters = store.owned && plan.mesh.tp > 1 && plan.matrices[matrix].route == Route::muon;
+    slot.gathers = slot.scatters && slot.layout.cut();
+    store.numel += slot.numel;
+    slots_.push_back(std::move(slot));
+  }
+  store.slots = static_cast<int32_t>(segment.matrices.size());
+  segments_.push_back(std::move(store));
+}
+
+void UnitStore::adopt(int index, const at::Tensor& parameter, const at::Tensor& inner,
+                      std::shared_ptr<TensorWrapper> wrapper) {
   Slot& slot = slots_[index];
   slot.parameter = parameter;
-  slot.sizes = parameter.sizes().vec();
+  slot.inner = inner;
+  slot.wrapper = std::move(wrapper);
+  slot.sizes = inner.sizes().vec();
   slot.strides = contiguous_strides(slot.sizes);
-  if (parameter.is_meta()) return;
+  if (inner.numel() != slot.numel) {
+    throw ConfigError(message("unit '", name_, "': a parameter has ", inner.numel(),
+                              " elements on this rank instead of ", slot.numel, "."));
+  }
+  if (inner.is_meta()) return;
   auto& segment = segments_[slot.segment];
   if (slot.owned) {
     if (!segment.master.defined()) {
-      segment.master = at::empty(
-          {segment.numel}, parameter.options().dtype(master_dtype(parameter)).requires_grad(false));
+      segment.master = at::empty({segment.numel},
+                                 inner.options().dtype(master_dtype(inner)).requires_grad(false));
     }
-    part_of_master(slot).copy_(parameter.detach());
+    part_of_master(slot).copy_(inner.detach());
   }
-  slot.placeholder = make_placeholder(parameter);
-  show(parameter, slot.placeholder);
+  slot.placeholder = make_placeholder(inner);
+  show_slot(slot, slot.placeholder);
 }
 
 bool UnitStore::adopted() const {
@@ -77,16 +113,16 @@ void UnitStore::set_value(int index, const at::Tensor& value) {
   const Slot& slot = slots_[index];
   if (!slot.owned) return;
   part_of_master(slot).copy_(value);
-  if (prepared_ && publishes()) slot.whole.variable_data().copy_(value);
+  if (prepared_ && refreshes()) slot.whole.variable_data().copy_(value);
 }
 
 void UnitStore::prepare(at::ScalarType compute_dtype) {
   if (prepared_) return;
-  lay_out(compute_dtype, slots_.front().parameter.device());
+  lay_out(compute_dtype, slots_.front().inner.device());
   for (auto& segment : segments_) {
     if (segment.owned) move_master(segment);
-    if (segment.numel > 0) parts_.push_back({segment.flat, segment.owner});
   }
+  list_parts();
   others_.free();
   prepared_ = true;
 }
@@ -94,19 +130,37 @@ void UnitStore::prepare(at::ScalarType compute_dtype) {
 // Views can be made of allocated memory only.
 void UnitStore::lay_out(at::ScalarType dtype, const at::Device& device) {
   int64_t numel[2] = {0, 0};
-  for (const auto& segment : segments_) numel[segment.owned] += segment.numel;
-  own_ = FlatBuffer(numel[1], dtype, device);
+  for (const auto& segment : segments_) numel[segment.held] += segment.numel;
+  kept_ = FlatBuffer(numel[1], dtype, device);
   others_ = FlatBuffer(numel[0], dtype, device);
   int64_t offset[2] = {0, 0};
   for (auto& segment : segments_) {
-    FlatBuffer& buffer = segment.owned ? own_ : others_;
+    FlatBuffer& buffer = segment.held ? kept_ : others_;
     buffer.allocate();
-    segment.flat = buffer.view(offset[segment.owned], {segment.numel});
+    segment.flat = buffer.view(offset[segment.held], {segment.numel});
     for (int i = 0; i < segment.slots; ++i) {
       Slot& slot = slots_[segment.first_slot + i];
-      slot.whole = buffer.view(offset[segment.owned] + slot.offset, slot.sizes);
+      slot.whole = buffer.view(offset[segment.held] + slot.offset, slot.sizes);
     }
-    offset[segment.owned] += segment.numel;
+    offset[segment.held] += segment.numel;
+  }
+}
+
+// What one holder has is one message, unless each matrix is to be one.
+void UnitStore::list_parts() {
+  int64_t offset[2] = {0, 0};
+  for (size_t i = 0; i < segments_.size();) {
+    const bool held = segments_[i].held;
+    const int32_t holder = segments_[i].holder;
+    int64_t numel = 0;
+    do {
+      if (held && segments_[i].numel > 0)
+        replicated_.push_back({segments_[i].flat, segments_[i].replica});
+      numel += segments_[i++].numel;
+    } while (packed_ && i < segments_.size() && segments_[i].holder == holder);
+    const FlatBuffer& buffer = held ? kept_ : others_;
+    if (numel > 0) parts_.push_back({buffer.view(offset[held], {numel}), holder});
+    offset[held] += numel;
   }
 }
 
@@ -121,24 +175,24 @@ const std::vector<Broadcast>& UnitStore::allocate() {
 }
 
 void UnitStore::show_whole() {
-  for (auto& slot : slots_) show(slot.parameter, slot.whole);
+  for (auto& slot : slots_) show_slot(slot, slot.whole);
   shown_ = true;
 }
 
 void UnitStore::release() {
   if (!shown_) return;
-  for (auto& slot : slots_) show(slot.parameter, slot.placeholder);
+  for (auto& slot : slots_) show_slot(slot, slot.placeholder);
   others_.free();
   shown_ = false;
 }
 
-bool UnitStore::publishes() const {
+bool UnitStore::refreshes() const {
   return std::any_of(segments_.begin(), segments_.end(), [](const SegmentStore& segment) {
     return segment.master.defined() && segment.master.scalar_type() != segment.flat.scalar_type();
   });
 }
 
-void UnitStore::publish() {
+void UnitStore::refresh() {
   for (auto& segment : segments_) {
     if (segment.owned && !segment.master.is_same(segment.flat)) segment.flat.copy_(segment.master);
   }
@@ -154,7 +208,7 @@ void UnitStore::verify(const OwnershipPlan& plan) const {
                   "value is lost. Initialise the model before dedicate_params, or use "
                   "load_state_dict."));
     }
-    if (shows(slot.parameter, expected)) continue;
+    if (shows(slot.inner, expected)) continue;
     throw ConfigError(
         message("parameter '", plan.matrices[slot.matrix].name,
                 "' was changed behind dmuon's back: its data was replaced (`.data = ...`, "

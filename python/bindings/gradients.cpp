@@ -13,15 +13,6 @@ py::object local_tensor(const py::object& tensor) {
   return py::getattr(tensor, "_local_tensor", tensor);
 }
 
-bool is_sharded(const py::object& tensor) {
-  const py::object placements = py::getattr(tensor, "placements", py::none());
-  if (placements.is_none()) return false;
-  for (const auto& placement : placements) {
-    if (!placement.attr("is_replicate")().cast<bool>()) return true;
-  }
-  return false;
-}
-
 template <class F>
 void for_each_gradient(const py::list& parameters, const F& f) {
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -39,10 +30,12 @@ void read_symmetric(SymmetricGradients& symmetric, const py::list& parameters) {
   });
 }
 
-GradientSet gradient_set(std::vector<int32_t> matrices, const py::list& symmetric) {
+// counts[i]: whether this rank counts the elements of parameter i.
+GradientSet gradient_set(std::vector<int32_t> matrices, const py::list& symmetric,
+                         const std::vector<bool>& counts) {
   GradientSet set{.matrices = std::move(matrices)};
-  for_each_gradient(symmetric, [&](size_t, const py::object& gradient) {
-    auto& part = is_sharded(gradient) ? set.sharded : set.replicated;
+  for_each_gradient(symmetric, [&](size_t i, const py::object& gradient) {
+    auto& part = counts.at(i) ? set.counted : set.copies;
     part.push_back(local_tensor(gradient).cast<at::Tensor>());
   });
   return set;
@@ -53,7 +46,7 @@ GradientSet gradient_set(std::vector<int32_t> matrices, const py::list& symmetri
 void bind_gradients(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<GradientSet>(m, "GradientSet")
-      .def(py::init(&gradient_set), py::arg("matrices"), py::arg("symmetric"));
+      .def(py::init(&gradient_set), py::arg("matrices"), py::arg("symmetric"), py::arg("counts"));
   m.def("gradient_norm", &gradient_norm, py::arg("engine"), py::arg("set"), py::arg("p"),
         Release());
   m.def("scale_gradients", &scale_gradients, py::arg("engine"), py::arg("set"), py::arg("factor"),

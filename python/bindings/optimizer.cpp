@@ -25,17 +25,18 @@ void bind_optimizer(py::module_& m) {
       .def_readwrite("names", &SymmetricGradients::names);
   py::class_<Optimizer, std::shared_ptr<Optimizer>>(m, "Optimizer")
       .def(py::init([](std::shared_ptr<Engine> engine, const NewtonSchulz& newton_schulz,
-                       AdjustLr adjust_lr, bool nesterov, Nonfinite nonfinite,
+                       AdjustLr adjust_lr, bool nesterov, Nonfinite nonfinite, bool publish_async,
                        std::vector<int32_t> groups) {
              return std::make_shared<Optimizer>(std::move(engine),
                                                 OptimizerConfig{.newton_schulz = newton_schulz,
                                                                 .adjust_lr = adjust_lr,
                                                                 .nesterov = nesterov,
-                                                                .nonfinite = nonfinite},
+                                                                .nonfinite = nonfinite,
+                                                                .publish_async = publish_async},
                                                 std::move(groups));
            }),
            py::kw_only(), py::arg("engine"), py::arg("newton_schulz"), py::arg("adjust_lr"),
-           py::arg("nesterov"), py::arg("nonfinite"), py::arg("groups"))
+           py::arg("nesterov"), py::arg("nonfinite"), py::arg("publish_async"), py::arg("groups"))
       .def("step", &Optimizer::step, py::arg("groups"), py::arg("symmetric"), py::arg("error") = "",
            Release())
       .def("state", &Optimizer::state, py::arg("matrix"))

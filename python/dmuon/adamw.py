@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 
 
 class SymmetricAdamW:
-    """torch's AdamW over the optimizer's own groups and state. Sharded and plain parameters of a
-    group go separately: torch does not mix them in one operation. Dedicated ones are the engine's."""
+    """torch's AdamW over the optimizer's own groups and state. Plain parameters of a group
+    and those of each mesh go separately: torch does not mix them in one operation. Dedicated ones are the engine's."""
 
     _FLAGS: ClassVar = {
         "amsgrad": False,
@@ -25,9 +25,11 @@ class SymmetricAdamW:
             for flag, value in self._FLAGS.items():
                 group.setdefault(flag, value)
             params = [p for p in group["params"] if id(p) not in dedicated]
-            sharded = [p for p in params if isinstance(p, DTensor)]
-            plain = [p for p in params if not isinstance(p, DTensor)]
-            self._parts += [(group, part) for part in (sharded, plain) if part]
+            by_mesh: dict = {}
+            for p in params:
+                mesh = p.device_mesh if isinstance(p, DTensor) else None
+                by_mesh.setdefault(mesh, []).append(p)
+            self._parts += [(group, part) for part in by_mesh.values()]
         self.parameters = [p for _, part in self._parts for p in part]
         self._inner = torch.optim.AdamW(self.parameters) if self.parameters else None
         if self._inner is not None:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dmuon.names import clean
 from dmuon.runtime import runtime_of
+from dmuon.tensor_parallel import local_part, wrap_like
 
 _QUIET = ("detach", "alias")
 
@@ -63,6 +64,11 @@ def owned_tensor(param, name: str, dtype: torch.dtype, shape=None) -> OwnedTenso
     return OwnedTensor(shape, dtype, param.parameter.device, name, param.owner_rank)
 
 
+def as_parameter(param, local: torch.Tensor) -> torch.Tensor:
+    """This rank's part as a DTensor, where the parameter is one."""
+    return wrap_like(param.parameter)(local) if param.was_dtensor else local
+
+
 def install_hooks(runtime) -> None:
     """On every module that holds a dedicated parameter; they copy with the module, see hooks.py."""
     by_module: dict[nn.Module, list] = {}
@@ -83,7 +89,9 @@ class _Save:
             value = param._owned_data
             if value is None:
                 value = owned_tensor(param, param.param_name, param.dtype)
-            state_dict[prefix + attribute] = value.to(param.dtype) if param.is_owner else value
+            else:
+                value = as_parameter(param, value.to(param.dtype))
+            state_dict[prefix + attribute] = value
 
     def __deepcopy__(self, memo):
         return _Unmanaged()
@@ -132,16 +140,16 @@ def get_model_state_dict(
     """Whole tensors by name, equal to what a single process would save: dedicated weights from their
     owners, FSDP2's shards put together, buffers and tied names included.
 
-    Collective over the data-parallel mesh. Pending publishes end first.
+    Collective over the job. Pending publishes end first.
 
     Args:
         cpu_offload: the tensors are on the CPU.
-        rank0_only: ranks other than 0 of the mesh get an empty dictionary.
+        rank0_only: ranks other than the job's first get an empty dictionary.
     """
     runtime = runtime_of(model)
     runtime.engine.wait_publishes()
     dedicated = {name: param for param in runtime.params for name in param.names}
-    receives = not rank0_only or runtime.global_rank == runtime.global_ranks[0]
+    receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
     whole = {}
     for key, value in runtime.model().state_dict().items():
         name = clean(key)
@@ -155,8 +163,24 @@ def get_model_state_dict(
 
 
 def _from_owner(param, value: torch.Tensor) -> torch.Tensor:
-    if not param.is_owner:
-        value = torch.empty(param.full_shape, dtype=param.dtype, device=param.parameter.device)
-    value = value.contiguous()
-    dist.broadcast(value, src=param.owner_rank, group=param.runtime.data_group)
-    return value
+    """The whole weight, on every rank of the job."""
+    runtime, layout = param.runtime, param.layout
+    if layout.dim is None:
+        mine = local_part(value) if param.is_tp_owner else None
+        return _broadcast(runtime, param, param.owner_rank, tuple(param.full_shape), mine)
+    whole = torch.empty(param.full_shape, dtype=param.dtype, device=param.parameter.device)
+    for tp, rank in enumerate(param.cell_ranks):
+        shape = list(param.full_shape)
+        shape[layout.dim] = sum(length for _, length in layout.ranges[tp])
+        mine = local_part(value) if rank == runtime.global_rank else None
+        layout.put(whole, _broadcast(runtime, param, rank, shape, mine), tp)
+    return whole
+
+
+def _broadcast(runtime, param, src: int, shape, mine: torch.Tensor | None) -> torch.Tensor:
+    if mine is None:
+        mine = torch.empty(tuple(shape), dtype=param.dtype, device=param.parameter.device)
+    mine = mine.contiguous()
+    if mine.numel():
+        dist.broadcast(mine, src=src, group=runtime.job_group)
+    return mine

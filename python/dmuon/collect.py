@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dmuon import _C
+from dmuon.axes import Axes
 from dmuon.boundaries import Boundaries, containers
 from dmuon.errors import listed
 from dmuon.names import slots
 from dmuon.policy import ParamPolicy, PolicyTable, matrix_view
+from dmuon.tensor_parallel import Layout, layout_of, local_part
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Chosen:
     policy: ParamPolicy
     view: tuple[int, int, int]
     boundaries: list[str]  # of each name; the first is its unit's
+    layout: Layout  # on the TP ranks
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
@@ -34,7 +37,7 @@ class Chosen:
 
 def collect(
     model: nn.Module,
-    mesh,
+    axes: Axes,
     predicate: Callable[[str, nn.Parameter], bool],
     policies: PolicyTable,
     boundaries: Boundaries,
@@ -46,7 +49,7 @@ def collect(
     """
     found = _select(model, predicate)
     chosen = [
-        _choose(names, mesh, policies, boundaries)
+        _choose(names, axes, policies, boundaries)
         for names in found
         if policies.of(names[0][0]).route != "sharded_adamw"
     ]
@@ -83,10 +86,10 @@ def nothing_selected(model: nn.Module) -> str:
     )
 
 
-def _choose(names, mesh, policies, boundaries) -> Chosen:
+def _choose(names, axes, policies, boundaries) -> Chosen:
     name, module, _, parameter = names[0]
     policy = policies.of(name)
-    _check_parameter(name, module, parameter, mesh)
+    _check_parameter(name, module, parameter, axes)
     _check_policy(name, policy)
     return Chosen(
         name=name,
@@ -96,6 +99,7 @@ def _choose(names, mesh, policies, boundaries) -> Chosen:
         boundaries=[boundaries.of(fqn, parameter) for fqn, *_ in names],
         slots=[(slot[1], slot[2]) for slot in names],
         names=[slot[0] for slot in names],
+        layout=layout_of(name, parameter, axes.dp_names),
     )
 
 
@@ -114,14 +118,14 @@ def _check_policy(name: str, policy: ParamPolicy) -> None:
             )
 
 
-def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh) -> None:
+def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, axes: Axes) -> None:
     if hasattr(parameter, "_dedicated_owner_rank"):
         raise ValueError(f"parameter {name!r} is dedicated already. Call dedicate_params once.")
     if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
         raise ValueError(f"parameter {name!r} is lazy. Run one forward first, to give it a shape.")
     if isinstance(parameter, DTensor):
-        _refuse_dtensor(name, parameter, mesh)
-    if type(parameter) is not nn.Parameter:
+        _check_named(name, parameter, axes)
+    elif type(parameter) is not nn.Parameter:
         raise ValueError(
             f"parameter {name!r} is a {type(parameter).__name__}, a tensor subclass, whose memory "
             "dmuon cannot move. Leave it out of the predicate."
@@ -133,7 +137,7 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, mesh
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"parameter {name!r} is {parameter.dtype}; it must be floating point.")
-    if _overlaps_itself(parameter):
+    if _overlaps_itself(local_part(parameter)):
         raise ValueError(
             f"parameter {name!r} is expanded: several of its elements are one in memory. Make it "
             "contiguous first."
@@ -147,24 +151,15 @@ def _overlaps_itself(parameter: torch.Tensor) -> bool:
     )
 
 
-def _refuse_dtensor(name: str, parameter: DTensor, mesh) -> None:
-    names = parameter.device_mesh.mesh_dim_names
-    if names is None or mesh.mesh_dim_names is None:
+def _check_named(name: str, parameter: DTensor, axes: Axes) -> None:
+    names, given = parameter.device_mesh.mesh_dim_names, axes.shard.mesh_dim_names
+    if names is None or given is None:
         raise ValueError(
             f"parameter {name!r} is a DTensor, and "
             f"{'its mesh' if names is None else 'the mesh given to dedicate_params'} has no dim names, "
             "so its tensor-parallel axis cannot be told from the data-parallel one. Make the mesh with "
             "init_device_mesh(..., mesh_dim_names=(...))."
         )
-    if set(names) & set(mesh.mesh_dim_names):
-        raise ValueError(
-            f"parameter {name!r} is sharded over {names} already. Call dedicate_params before "
-            "fully_shard."
-        )
-    raise ValueError(
-        f"parameter {name!r} is tensor-parallel over {names}; this version of dedicate_params carries "
-        "plain parameters only. Leave it out of the predicate."
-    )
 
 
 _OF_A_UNIT = ("param_dtype", "grad_dtype", "output_dtype", "cast_forward_inputs")

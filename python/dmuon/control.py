@@ -116,7 +116,8 @@ def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch
     if any(param.runtime.engine is not engine for param in chosen):
         raise ValueError("parameters of two dedicated models cannot be clipped by one norm.")
     symmetric = [p for p in parameters if id(p) not in dedicated]
-    gradients = _C.GradientSet([param.index for param in chosen], symmetric)
+    counts = [chosen[0].runtime.counts(p) for p in symmetric]
+    gradients = _C.GradientSet([param.index for param in chosen], symmetric, counts)
     norm = _C.gradient_norm(engine, gradients, float(norm_type))
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(

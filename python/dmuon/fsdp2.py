@@ -123,15 +123,18 @@ def wrap_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def check_slot(param) -> None:
-    """Raises ValueError where FSDP2 took a dedicated parameter."""
-    current = param.parameter
+    """Raises ValueError where FSDP2 or parallelize_module took a dedicated parameter."""
+    current, axes = param.parameter, param.runtime.axes
     if not isinstance(current, DTensor):
         return
-    if current.device_mesh.mesh_dim_names != param.runtime.mesh_dim_names:
+    names = current.device_mesh.mesh_dim_names or ()
+    taken = not names or bool(set(names) & axes.dp_names)
+    if not taken and param.was_dtensor:
+        return
+    if not taken:
         raise ValueError(
-            f"the dedicated parameter {param.param_name!r} became a DTensor over "
-            f"{current.device_mesh.mesh_dim_names} after dedicate_params. Call parallelize_module first, "
-            "then dedicate_params, then fully_shard."
+            f"the dedicated parameter {param.param_name!r} became a DTensor over {names} after "
+            "dedicate_params. Call parallelize_module first, then dedicate_params, then fully_shard."
         )
     raise ValueError(
         f"fully_shard took the dedicated parameter {param.param_name!r}: this call did not see "

@@ -3,57 +3,52 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon import _C
+from dmuon.axes import Axes
+
 # (ranks, role) -> (default group, group): a second model, or the same one set up again, makes no new
 # groups, until the default group is another one.
 _made: dict = {}
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises ValueError where ``mesh`` cannot be the data-parallel mesh of this rank."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh is a {type(mesh).__name__}; it must be a DeviceMesh, for instance "
-            "init_device_mesh('cuda', (world_size,))."
-        )
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise ValueError(
-            f"mesh has {mesh.ndim} dims {names}; it must be the data-parallel slice alone, for "
-            f"instance mesh[{names[0]!r}], the one given to fully_shard."
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}. Call dedicate_params "
-            "on the ranks of the mesh only."
-        )
+def control_group(like: DeviceMesh, ranks: tuple[int, ...]):
+    """Collective over ``ranks``. For agreements and norms, on CPU tensors whatever the device."""
+    backend = "gloo" if like.device_type != "cpu" else None
+    return _group(like.get_group(), "control", ranks, backend)
 
 
-def control_group(mesh: DeviceMesh):
-    """Collective over the mesh. For agreements and norms, on CPU tensors whatever the device."""
-    return _group(mesh, "control", backend="gloo" if mesh.device_type != "cpu" else None)
+def channel_groups(axes: Axes, control, policy: str) -> "_C.GroupNames":
+    """Collective over the job: a group for each axis and direction."""
+    names = _C.GroupNames()
+    names.control = control.group_name
+    for mesh, roles in (
+        (axes.shard, ("materialise", "reduce")),
+        (axes.replicate, ("replicate_reduce", "publish")),
+        (axes.tp, ("tp_gather", "tp_scatter")),
+    ):
+        if mesh is None or (mesh is not axes.shard and mesh.size() == 1):
+            continue
+        for role in roles:
+            shared = policy == "shared"
+            group = mesh.get_group() if shared else _group(mesh.get_group(), role)
+            setattr(names, role, group.group_name)
+    return names
 
 
-def lane_groups(mesh: DeviceMesh, policy: str):
-    """Collective over the mesh. The groups of the materialise and the reduce lane."""
-    if policy == "shared":
-        return mesh.get_group(), mesh.get_group()
-    return _group(mesh, "materialise"), _group(mesh, "reduce")
-
-
-def _group(mesh: DeviceMesh, role: str, backend: str | None = None):
-    group, world = mesh.get_group(), dist.group.WORLD
-    key = (tuple(dist.get_process_group_ranks(group)), role)
+def _group(like, role: str, ranks: tuple[int, ...] | None = None, backend: str | None = None):
+    ranks = tuple(dist.get_process_group_ranks(like)) if ranks is None else ranks
+    key, world = (ranks, role), dist.group.WORLD
     if key not in _made or _made[key][0] is not world:
-        _made[key] = (world, _new_group(group, role, backend or dist.get_backend(group)))
+        _made[key] = (world, _new_group(like, ranks, role, backend or dist.get_backend(like)))
     return _made[key][1]
 
 
-def _new_group(group, role: str, backend: str):
+def _new_group(like, ranks: tuple[int, ...], role: str, backend: str):
     if backend == "fake":  # a test's group of one process
-        return group
+        return like
     return dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout_of(group),
+        list(ranks),
+        timeout=_timeout_of(like),
         backend=backend,
         use_local_synchronization=True,
         group_desc=f"dmuon_{role}",

@@ -14,8 +14,9 @@ def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
 
 
 def get_owned_params(model: nn.Module, rank: int) -> list[DedicatedParam]:
-    """Those whose owner is ``rank``, as ``dist.get_rank()`` counts."""
-    return [param for param in runtime_of(model).params if param.owner_rank == rank]
+    """Those whose master lies on ``rank``, as ``dist.get_rank()`` counts on any mesh. With tensor
+    parallelism each rank of the owner's TP group lists its shard; one of them has ``is_tp_owner``."""
+    return [param for param in runtime_of(model).params if rank in param.cell_ranks]
 
 
 def summarize_param_groups(model: nn.Module, optimizer) -> list[dict]:
@@ -113,7 +114,11 @@ def report(model: nn.Module) -> Mapping:
 
 
 def _owned_counts(plan) -> list[int]:
-    return [plan.owners.count(rank) for rank in range(len(plan.loads()))]
+    counts = [0] * len(plan.loads())
+    tp = len(counts) // plan.cells
+    for cell, tp_owner in zip(plan.owners, plan.tp_owners):
+        counts[cell * tp + tp_owner] += 1
+    return counts
 
 
 def _describe(param: DedicatedParam, optimizer) -> dict:

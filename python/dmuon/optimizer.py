@@ -10,12 +10,13 @@ from torch.distributed.tensor import DTensor
 from dmuon import _C
 from dmuon.adamw import SymmetricAdamW
 from dmuon.agreement import raise_everywhere
-from dmuon.checkpoint import OwnedTensor, owned_tensor
+from dmuon.checkpoint import OwnedTensor, as_parameter, owned_tensor
 from dmuon.errors import choice, listed
 from dmuon.names import slots
 from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
 from dmuon.param_groups import check_settings, lower
 from dmuon.runtime import runtime_of_whole
+from dmuon.tensor_parallel import local_part
 
 _NONFINITE = {
     "raise": _C.Nonfinite.raise_,
@@ -43,7 +44,8 @@ class Muon(torch.optim.Optimizer):
             ``muon_weight_decay``, ``adamw_weight_decay``, ``adamw_betas``, ``adamw_eps``.
         ns_backend: ``"gram"``, ``"direct"`` or a ``dmuon.NewtonSchulz``.
         nesterov: orthogonalise ``grad + momentum * buf`` instead of ``buf``.
-        replicate_async: publish updates beside the next forward. Bits do not depend on it.
+        replicate_async: publish updates beside the next forward; False: ``step`` returns when they are
+            published. Bits do not depend on it. Default: True, with tensor parallelism False.
         tp_distributed_gram, tp_distributed_gram_policy: tensor parallelism only.
         adjust_lr: ``"match_rms_adamw"`` 0.2 sqrt(max(m, n)), ``"original"`` sqrt(max(1, m/n)) or
             ``"spectral_unclamped"`` sqrt(m/n), as in ``torch.optim.Muon``, whose ``adjust_lr_fn`` is
@@ -75,7 +77,7 @@ class Muon(torch.optim.Optimizer):
         param_groups: Iterable[Mapping] | None = None,
         ns_backend: str | NewtonSchulz = "gram",
         nesterov: bool = True,
-        replicate_async: bool = True,
+        replicate_async: bool | None = None,
         tp_distributed_gram: bool = False,
         tp_distributed_gram_policy: str = "beneficial",
         adjust_lr: str = _ADJUST_LR[0],
@@ -95,6 +97,8 @@ class Muon(torch.optim.Optimizer):
             rule = _adjust_lr(adjust_lr, adjust_lr_fn)
             self._ns_options = as_newton_schulz(ns_backend).options(ns_steps)
             runtime.prepare_for_optimizer()
+            if replicate_async is None:
+                replicate_async = runtime.axes.sizes[2] == 1
             muon = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
             adamw = {
                 "lr": adamw_lr,
@@ -119,6 +123,7 @@ class Muon(torch.optim.Optimizer):
             adjust_lr=getattr(_C.AdjustLr, rule),
             nesterov=bool(nesterov),
             nonfinite=_NONFINITE[nonfinite],
+            publish_async=bool(replicate_async),
             groups=[0] * len(runtime.params),
         )
         self._symmetric = _C.SymmetricGradients()
@@ -177,8 +182,11 @@ class Muon(torch.optim.Optimizer):
     def _place_state(self) -> None:
         """The owner's state is the engine's own memory; elsewhere its name and shape."""
         for param in self._runtime.params:
-            self.state[param.parameter] = self._muon.state(param.index) or {
-                key: owned_tensor(param, f"{param.param_name}.{key}", torch.float32, shape)
+            mine = self._muon.state(param.index)
+            self.state[param.parameter] = {
+                key: _as_whole(param, key, mine[key])
+                if mine
+                else owned_tensor(param, f"{param.param_name}.{key}", torch.float32, shape)
                 for key, shape in _state_shapes(param).items()
             }
 
@@ -263,7 +271,7 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": rest})
         for param, values in dedicated.values():
             for key, mine in self._muon.state(param.index).items():
-                mine.zero_() if values is None else mine.copy_(values[key])
+                mine.zero_() if values is None else mine.copy_(_my_part(param, key, values[key]))
         self._read_groups()
         self._place_state()
 
@@ -276,7 +284,7 @@ class Muon(torch.optim.Optimizer):
         for parameter, i in zip(mine, theirs):
             param = by_id.get(id(parameter))
             if param is not None and i in state_dict["state"]:
-                _check_state(param, state_dict["state"][i])
+                _check_state(param, state_dict["state"][i], bool(self._muon.state(param.index)))
                 found[i] = (param, state_dict["state"][i])
             elif param is not None:  # never stepped, as torch has it
                 found[("fresh", i)] = (param, None)
@@ -290,13 +298,28 @@ def _state_shapes(param) -> dict[str, tuple]:
     return {"momentum_buffer": shape}
 
 
-def _check_state(param, values: dict) -> None:
+def _in_shards(param, key: str) -> bool:
+    """AdamW's state of a weight that is cut lies as the weight does; momentum lies whole."""
+    return param.shard_dim is not None and param.route == "adamw" and key != "step"
+
+
+def _as_whole(param, key: str, mine: torch.Tensor) -> torch.Tensor:
+    return as_parameter(param, mine) if _in_shards(param, key) else mine
+
+
+def _my_part(param, key: str, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        return local_part(value)
+    return param.layout.local_of(value, param.runtime.tp_rank) if _in_shards(param, key) else value
+
+
+def _check_state(param, values: dict, is_here: bool) -> None:
     for key, shape in _state_shapes(param).items():
         value = values.get(key)
         if value is None or tuple(value.shape) != shape:
             given = "missing" if value is None else f"of shape {tuple(value.shape)}"
             raise ValueError(f"{key} of {param.param_name!r} is {given}; it must have {shape}.")
-        if param.is_owner and isinstance(value, OwnedTensor):
+        if is_here and isinstance(value, OwnedTensor):
             raise ValueError(f"{value!r} was saved on a rank that did not own it.")
 
 

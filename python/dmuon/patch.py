@@ -7,9 +7,11 @@ import weakref
 
 import torch
 import torch.distributed.fsdp as public
+import torch.distributed.tensor.parallel as parallel
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grad
 
+from dmuon.errors import listed
 from dmuon.fsdp2 import Ignored, Union, units_under, wrap_forward_method
 
 _SETTERS = {
@@ -35,8 +37,8 @@ def install_patch() -> None:
 
     Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
     ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
-    public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_`` and
-    ``GradScaler.unscale_``.
+    public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_``,
+    ``parallelize_module`` and ``GradScaler.unscale_``.
     """
     if _originals:
         return
@@ -59,6 +61,8 @@ def install_patch() -> None:
     _originals["register_fsdp_forward_method"] = register
     _rebind(register, _wrap_register(register))
     _patch(torch.amp.GradScaler, "unscale_", _wrap_unscale(torch.amp.GradScaler.unscale_))
+    _originals["parallelize_module"] = parallel.parallelize_module
+    _rebind(parallel.parallelize_module, _wrap_parallelize(parallel.parallelize_module))
     _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
     _rebind(clip_grad.clip_grad_norm_, _wrap_clip(clip_grad.clip_grad_norm_))
 
@@ -71,6 +75,7 @@ def uninstall_patch() -> None:
     for name in ("fully_shard", "register_fsdp_forward_method"):
         _rebind(getattr(public, name), _originals[name])
     _rebind(clip_grad.clip_grad_norm_, _originals["clip_grad_norm_"])
+    _rebind(parallel.parallelize_module, _originals["parallelize_module"])
     if "default" in _originals:
         defaults = _originals["fully_shard"].__wrapped__.__kwdefaults__
         defaults["ignored_params"] = _originals["default"]
@@ -130,6 +135,23 @@ def _wrap_register(original):
         wrap_forward_method(module, method_name)
 
     return register_fsdp_forward_method
+
+
+def _wrap_parallelize(original):
+    """It would distribute placeholders: it comes before dedicate_params, and says so."""
+
+    @functools.wraps(original)
+    def parallelize_module(module, *args, **kwargs):
+        taken = [name for name, p in module.named_parameters() if p in Ignored()]
+        if taken:
+            raise ValueError(
+                f"parallelize_module after dedicate_params: {listed(taken)} of this "
+                f"{type(module).__name__} are dedicated already. Call parallelize_module first, then "
+                "dedicate_params, then fully_shard."
+            )
+        return original(module, *args, **kwargs)
+
+    return parallelize_module
 
 
 def _wrap_clip(original):

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dmuon import _C, fsdp2
+from dmuon.axes import Axes
 from dmuon.collect import Chosen
 from dmuon.errors import listed
+from dmuon.tensor_parallel import Layout, local_part, wrapper_of
 
 # The model given to dedicate_params -> its Runtime.
 _runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDictionary()
@@ -38,13 +41,15 @@ class DedicatedParam:
     names: tuple[str, ...]  # all of them, where it is tied
     unit: str
     route: str
-    owner_rank: int  # as dist.get_rank() counts
+    owner_rank: int  # as dist.get_rank() counts; with tensor parallelism the TP owner's
+    cell_ranks: list[int]  # the ranks that hold its master: one, or one per TP rank
     full_shape: torch.Size
     dtype: torch.dtype
     slots: list[Slot] = field(repr=False)
     policy: object = field(repr=False)
-    shard_dim: int | None = None
-    tp_group: object = None
+    layout: Layout = field(repr=False)
+    was_dtensor: bool = False  # when it was dedicated
+    tp_group: object = field(default=None, repr=False)
 
     @property
     def fqn(self) -> str:
@@ -53,7 +58,15 @@ class DedicatedParam:
     @property
     def _orig_size(self) -> torch.Size:
         """The shape on this tensor-parallel rank."""
-        return self.full_shape
+        shape = list(self.full_shape)
+        if self.shard_dim is not None:
+            shape[self.shard_dim] = sum(n for _, n in self.layout.ranges[self.runtime.tp_rank])
+        return torch.Size(shape)
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The dim that is cut over the tensor-parallel ranks."""
+        return self.layout.dim
 
     @property
     def numel(self) -> int:
@@ -61,11 +74,13 @@ class DedicatedParam:
 
     @property
     def is_owner(self) -> bool:
-        return self.owner_rank == self.runtime.global_rank
+        """Whether the master lies on this rank, its shard of it where it is cut."""
+        return self.runtime.global_rank in self.cell_ranks
 
     @property
     def is_tp_owner(self) -> bool:
-        return self.is_owner
+        """Whether this rank runs its Newton-Schulz."""
+        return self.owner_rank == self.runtime.global_rank
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -73,8 +88,8 @@ class DedicatedParam:
 
     @property
     def _owned_data(self) -> torch.Tensor | None:
-        """The owner's weight in float32 (float64 for a float64 parameter), the very memory that the
-        optimizer updates; elsewhere None."""
+        """The owner's weight in float32 (float64 for a float64 parameter), this rank's shard where it is
+        cut: the very memory that the optimizer updates. Elsewhere None."""
         self.runtime.engine.wait_publishes()
         return self.runtime.engine.master(self.index)
 
@@ -82,18 +97,19 @@ class DedicatedParam:
 class Runtime:
     """One model under dmuon. Made by ``dedicate_params``."""
 
-    def __init__(self, model: nn.Module, chosen: list[Chosen], plan, global_ranks: list[int]):
+    def __init__(self, model: nn.Module, chosen: list[Chosen], plan, axes: Axes):
         self.model = weakref.ref(model)
         self.plan = plan
-        self.global_ranks = global_ranks
+        self.axes = axes
+        self.global_ranks = axes.ranks
         self.global_rank = torch.distributed.get_rank()
+        self.tp_rank = axes.position[2]
         self.params = [self._param(i, c) for i, c in enumerate(chosen)]
         self.engine: _C.Engine = None
         self.adapter: _C.Fsdp2Adapter = None
         self.ring: _C.FlightRing = None
+        self._counts: dict = {}
         self.control = None  # process group of agreements and norms
-        self.data_group = None  # the mesh's own
-        self.mesh_dim_names = None
         self.optimizer = lambda: None  # a weak reference to the Muon that trains this model
         self.boundary_hooks: list = []
         self.settled = False
@@ -101,7 +117,16 @@ class Runtime:
         self.stepped = False
         self.no_sync_depth = 0
 
+    @property
+    def job_group(self):
+        """A process group of all ranks of the job, for tensors on their device."""
+        world = torch.distributed.group.WORLD
+        covers = len(self.axes.job) == torch.distributed.get_world_size()
+        return world if covers else self.control
+
     def _param(self, index: int, c: Chosen) -> DedicatedParam:
+        cell_ranks = self.axes.cell_ranks(self.plan.owners[index])
+        tp_parallel = self.axes.sizes[2] > 1 and isinstance(c.parameter, DTensor)
         return DedicatedParam(
             runtime=self,
             index=index,
@@ -109,12 +134,25 @@ class Runtime:
             names=tuple(c.names),
             unit=c.unit or "root",
             route=c.policy.route,
-            owner_rank=self.global_ranks[self.plan.owners[index]],
+            owner_rank=cell_ranks[self.plan.tp_owners[index]],
+            cell_ranks=cell_ranks,
             full_shape=c.parameter.shape,
             dtype=c.parameter.dtype,
             slots=[Slot(module, attribute) for module, attribute in c.slots],
             policy=c.policy,
+            layout=c.layout,
+            was_dtensor=isinstance(c.parameter, DTensor),
+            tp_group=self.axes.tp.get_group() if tp_parallel else None,
         )
+
+    def counts(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank counts the elements it holds of a symmetric parameter in a norm."""
+        key = None
+        if isinstance(parameter, DTensor):
+            key = (parameter.device_mesh, tuple(parameter.placements))
+        if key not in self._counts:
+            self._counts[key] = self.axes.counts(parameter)
+        return self._counts[key]
 
     def adopt(self) -> None:
         """Takes over the parameters that the slots hold now: at setup, and again where to_empty or a
@@ -123,7 +161,7 @@ class Runtime:
             current = param.parameter
             for slot in param.slots[1:]:
                 slot.parameters[slot.attribute] = current
-            self.engine.adopt(param.index, current)
+            self.engine.adopt(param.index, current, local_part(current), wrapper_of(current))
             current._dedicated_owner_rank = param.owner_rank
         for hook in self.boundary_hooks:
             hook.refresh()
@@ -175,7 +213,12 @@ class Runtime:
         if param.parameter.is_meta:
             raise ValueError(f"{param.param_name!r} is on the meta device; call to_empty first.")
         self.adopt_new()
-        self.engine.set_value(param.index, value.detach())
+        value = value.detach()
+        if isinstance(value, DTensor):
+            value = local_part(value.redistribute(placements=param.parameter.placements))
+        else:
+            value = param.layout.local_of(value, self.tp_rank)
+        self.engine.set_value(param.index, value)
 
     def slot_replaced(self, boundary) -> None:
         """A slot of the boundary holds another object than ours."""

@@ -63,13 +63,15 @@ TinyJob::TinyJob(SimWorld& world, int rank, const TinyOptions& options)
                     .control = world.transport(rank, "control", ring.get()),
                     .materialise_lane = make_host_lane("materialise"),
                     .reduce_lane = make_host_lane("reduce"),
-                    .publish_lane = make_host_lane("publish")};
+                    .publish_lane = make_host_lane("publish"),
+                    .tp_lane = make_host_lane("tp")};
   engine = std::make_shared<Engine>(EngineConfig{.plan = tiny_plan(world.size(), options.pack),
                                                  .boundaries = {{0}, {1}},
                                                  .encloses = {false, false},
                                                  .order = {1, 0},
                                                  .adapter = adapter,
-                                                 .ring = ring},
+                                                 .ring = ring,
+                                                 .position = {.shard = rank}},
                                     std::move(channels));
   for (const auto& [name, weight] : initial_weights()) {
     parameters_[name] = weight.to(at::kFloat).set_requires_grad(true);

@@ -1,0 +1,68 @@
+// What moves between the TP ranks of an owner's cell, one all-to-all per unit and direction:
+// gradients to each matrix's TP owner, and the pieces of its update back.
+//
+// Collective over the tp group of the cell that owns slots; where a rank owns none of the unit's
+// slots all its TP peers own none, and nothing is called.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/transport.h"
+#include "engine/unit_store.h"
+
+namespace dmuon {
+
+// Memory for messages. Shared: one buffer that its users take in turn, kept at the size of the
+// largest; else memory of its own for each. Not thread-safe: one lane uses it.
+class Staging {
+ public:
+  explicit Staging(bool shared = false) : shared_(shared) {}
+  at::Tensor take(int64_t numel, const at::TensorOptions& options);
+
+  bool shared() const { return shared_; }
+
+ private:
+  bool shared_;
+  at::Tensor buffer_;
+};
+
+// Indices into the unit's slots of those that take part.
+std::vector<int> gathering_slots(const UnitStore& unit);
+std::vector<int> scattering_slots(const UnitStore& unit);
+
+// Elements that one exchange of the unit stages on this rank: sent and received.
+int64_t gather_elements(const UnitStore& unit, int tp, int tp_size);
+int64_t scatter_elements(const UnitStore& unit, int tp, int tp_size);
+
+// `pieces`: this rank's shards, one per gathering slot, float32, undefined where there is none.
+// Returns, parallel, the whole gradients on their TP owners; undefined elsewhere, and where no rank
+// had a piece.
+std::vector<at::Tensor> gather_gradients(const UnitStore& unit,
+                                         const std::vector<at::Tensor>& pieces, Transport& tp,
+                                         Staging& staging);
+
+// An exchange of updates that has been issued.
+class UpdateScatter {
+ public:
+  // `updates`: one per scattering slot, whole, float32, on its TP owner; undefined elsewhere, and
+  // where there is none.
+  UpdateScatter(const UnitStore& unit, const std::vector<at::Tensor>& updates, Transport& tp,
+                Staging& staging);
+
+  // Waits. Parallel to the slots: this rank's piece, in the parameter's sizes; undefined where the
+  // TP owner had none.
+  std::vector<at::Tensor> finish();
+
+ private:
+  const UnitStore& unit_;
+  std::vector<int> slots_;
+  std::vector<at::Tensor> mine_;  // pieces of what this rank leads
+  at::Tensor received_, sent_;
+  int rank_, size_;
+  std::unique_ptr<Pending> pending_;
+};
+
+}  // namespace dmuon
