@@ -83,7 +83,8 @@ at::Tensor Reduction::result(int index) const {
   }
   const auto& segment = unit_.segments()[slot.segment];
   if (!any_sender(sum_, before + segment.numel + index - segment.first_slot)) return {};
-  return sum_.as_strided(slot.sizes, slot.strides, before + slot.offset);
+  // A version counter of its own: views share one, and writing one gradient changes no other.
+  return sum_.as_strided(slot.sizes, slot.strides, before + slot.offset).variable_data();
 }
 
 }  // namespace dmuon
