@@ -1,95 +1,18 @@
 #include "kernels/newton_schulz.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/baddbmm.h>
-#include <ATen/ops/bmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cmath>
-#include <set>
 #include <utility>
 
 #include "kernels/checks.h"
 #include "kernels/error.h"
+#include "kernels/iterate.h"
 #include "kernels/normalise.h"
 
 namespace dmuon {
 namespace {
-
-void multiply(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
-  if (out.dim() == 2) {
-    at::mm_out(out, a, b);
-  } else {
-    at::bmm_out(out, a, b);
-  }
-}
-
-// out = beta c + alpha a b
-void multiply_add(at::Tensor& out, double beta, const at::Tensor& c, double alpha,
-                  const at::Tensor& a, const at::Tensor& b) {
-  if (out.dim() == 2) {
-    at::addmm_out(out, c, a, b, beta, alpha);
-  } else {
-    at::baddbmm_out(out, c, a, b, beta, alpha);
-  }
-}
-
-// X with its short side as rows. A tall matrix stays as it lies in memory and is multiplied from
-// the other side, so that nothing is transposed and the result is contiguous.
-class Iterate {
- public:
-  explicit Iterate(at::Tensor x)
-      : x_(std::move(x)), spare_(at::empty_like(x_)), tall_(x_.size(-2) > x_.size(-1)) {}
-
-  at::Tensor square(at::ScalarType dtype) const {
-    std::vector<int64_t> sizes = x_.sizes().vec();
-    sizes.end()[-1] = sizes.end()[-2] = std::min(sizes.end()[-1], sizes.end()[-2]);
-    return at::empty(sizes, x_.options().dtype(dtype));
-  }
-
-  // out = X X^T, in the precision of out
-  void gram(at::Tensor& out) const {
-    const at::Tensor x = x_.to(out.scalar_type());
-    if (tall_) {
-      multiply(out, x.mT(), x);
-    } else {
-      multiply(out, x, x.mT());
-    }
-  }
-
-  // X = Q X
-  void apply(const at::Tensor& q) {
-    const at::Tensor factor = q.to(x_.scalar_type());
-    if (tall_) {
-      multiply(spare_, x_, factor.mT());
-    } else {
-      multiply(spare_, factor, x_);
-    }
-    std::swap(x_, spare_);
-  }
-
-  // X = a X + Z X
-  void apply(double a, const at::Tensor& z) {
-    if (tall_) {
-      multiply_add(spare_, a, x_, 1, x_, z.mT());
-    } else {
-      multiply_add(spare_, a, x_, 1, z, x_);
-    }
-    std::swap(x_, spare_);
-  }
-
-  at::ScalarType dtype() const { return x_.scalar_type(); }
-  const at::Tensor& x() const { return x_; }
-
- private:
-  at::Tensor x_, spare_;
-  bool tall_;
-};
 
 void run_direct(Iterate& iterate, const NewtonSchulz& options) {
   at::Tensor gram = iterate.square(iterate.dtype()), z = iterate.square(iterate.dtype());
@@ -101,75 +24,13 @@ void run_direct(Iterate& iterate, const NewtonSchulz& options) {
   }
 }
 
-// The steps between two visits to X: Q is their product, R the Gram matrix of Q X.
-class Chain {
- public:
-  explicit Chain(const Iterate& iterate)
-      : r_(iterate.square(at::kFloat)),
-        z_(iterate.square(at::kFloat)),
-        q_(iterate.square(at::kFloat)),
-        spare_(iterate.square(at::kFloat)) {}
-
-  void start(const Iterate& iterate) {
-    iterate.gram(r_);
-    fresh_ = true;
-  }
-
-  void step(const CoefficientRow& row, bool last) {
-    const auto& [a, b, c] = row;
-    multiply_add(z_, b, r_, c, r_, r_);
-    if (!last) advance_gram(a);
-    extend_product(a);
-  }
-
-  const at::Tensor& product() const { return q_; }
-
- private:
-  // R = (a I + Z) R (a I + Z), never with a added to the diagonal of Z.
-  void advance_gram(double a) {
-    multiply_add(spare_, a, r_, 1, r_, z_);
-    multiply_add(r_, a, spare_, 1, z_, spare_);
-  }
-
-  // Q = (a I + Z) Q, in this order: then R stays the Gram matrix of Q X under rounding, where Q (a
-  // I + Z), equal in exact arithmetic, lets the two drift apart. A chain's first Q is a I + Z
-  // itself.
-  void extend_product(double a) {
-    if (std::exchange(fresh_, false)) {
-      std::swap(q_, z_);
-      q_.diagonal(0, -2, -1).add_(a);
-    } else {
-      multiply_add(spare_, a, q_, 1, z_, q_);
-      std::swap(q_, spare_);
-    }
-  }
-
-  at::Tensor r_, z_, q_, spare_;
-  bool fresh_ = true;
-};
-
-constexpr int kLongestChain = 5;
-
-// The steps before which the Gram matrix is built: the first, the restarts, and where a chain would
-// run on for too long.
-std::set<int> chain_starts(const NewtonSchulz& options) {
-  std::set<int> starts(options.restarts.begin(), options.restarts.end());
-  starts.insert(0);
-  for (int step = 0, start = 0; step < options.steps; ++step) {
-    if (step - start == kLongestChain) starts.insert(step);
-    if (starts.contains(step)) start = step;
-  }
-  return starts;
-}
-
 void run_gram(Iterate& iterate, const NewtonSchulz& options) {
-  const std::set<int> starts = chain_starts(options);
-  Chain chain(iterate);
-  for (int step = 0; step < options.steps; ++step) {
-    const bool last = step + 1 == options.steps || starts.contains(step + 1);
-    if (starts.contains(step)) chain.start(iterate);
-    chain.step(options.coefficients.row(step), last);
-    if (last) iterate.apply(chain.product());
+  const std::vector<int> bounds = chain_bounds(options);
+  Chain chain(iterate.square(at::kFloat));
+  for (size_t i = 0; i + 1 < bounds.size(); ++i) {
+    iterate.gram(chain.gram());
+    chain.run(options.coefficients, bounds[i], bounds[i + 1]);
+    iterate.apply(chain.product());
   }
 }
 
@@ -178,7 +39,7 @@ bool gram_is_cheaper(int64_t rows, int64_t cols, const NewtonSchulz& options) {
   const double aspect = static_cast<double>(std::max(rows, cols)) / std::min(rows, cols);
   const double weight = options.dtype == NsDtype::bfloat16 ? 0.5 : 1;
   const double steps = options.steps;
-  const double chains = chain_starts(options).size();
+  const double chains = chain_bounds(options).size() - 1;
   const double direct = weight * steps * (4 * aspect + 2);
   const double gram = chains * (1 + weight) * 2 * aspect + 8 * steps - 6 * chains;
   return gram < direct;
@@ -228,7 +89,8 @@ at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
   const bool single = x.dim() == 2 || x.size(0) == 1;
   const bool bfloat16 = options.dtype == NsDtype::bfloat16;
   at::Tensor unit = normalised(single && x.dim() == 3 ? x.squeeze(0) : x);
-  Iterate iterate(bfloat16 ? unit.to(at::kBFloat16) : std::move(unit));
+  const GramSide shorter = x.size(-2) > x.size(-1) ? GramSide::cols : GramSide::rows;
+  Iterate iterate(bfloat16 ? unit.to(at::kBFloat16) : std::move(unit), shorter);
   if (algorithm_for(x.size(-2), x.size(-1), options) == NsAlgorithm::gram) {
     run_gram(iterate, options);
   } else {
