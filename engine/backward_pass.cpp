@@ -7,17 +7,13 @@
 
 #include "engine/engine.h"
 #include "engine/error.h"
+#include "engine/stopwatch.h"
 
 namespace dmuon {
 namespace {
 
 // Bytes. Handing work to another thread and back costs about 10 us, in which one core sums 100 kB.
 constexpr int64_t kWorthAThread = 1 << 20;
-
-int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
-  const auto elapsed = std::chrono::steady_clock::now() - start;
-  return std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count();
-}
 
 }  // namespace
 
@@ -207,51 +203,6 @@ void Engine::start(UnitRuntime& unit) {
         channels_.reduce_lane->submit([&reduction, replicate] { reduction.finish(replicate); });
   }
   start_gather(unit);
-}
-
-// The TP owners get the gradients of this pass, beside what is left of it.
-void Engine::start_gather(UnitRuntime& unit) {
-  if (unit.gathering.empty()) return;
-  unit.gathered = channels_.tp_lane->submit(
-      [this, &unit] {
-        const auto start = std::chrono::steady_clock::now();
-        std::vector<at::Tensor> pieces;
-        for (const int s : unit.gathering) pieces.push_back(unit.reduction->result(s));
-        unit.wholes = gather_gradients(unit.store, pieces, *channels_.tp_gather, gather_staging_);
-        unit.gather_us = microseconds_since(start);
-      },
-      {unit.reduced});
-}
-
-bool Engine::gathers_are_current() const {
-  for (const auto& unit : units_) {
-    for (const int s : gathering_slots(unit.store)) {
-      if (!unit.store.slots()[s].gathered_is_current()) return false;
-    }
-  }
-  return true;
-}
-
-// Gradients were cleared, replaced or written since the pass that has gathered them.
-void Engine::gather_again() {
-  ++counters_.tp_regathers;
-  for (const int u : config_.order) {
-    auto& unit = units_[u];
-    const std::vector<int> gathering = gathering_slots(unit.store);
-    if (gathering.empty()) continue;
-    std::vector<at::Tensor> pieces, wholes;
-    for (const int s : gathering) pieces.push_back(unit.store.slots()[s].gradient());
-    channels_.tp_lane->run([&] {
-      wholes = gather_gradients(unit.store, pieces, *channels_.tp_gather, gather_staging_);
-    });
-    for (size_t i = 0; i < gathering.size(); ++i) {
-      unit.store.slots()[gathering[i]].gathered = wholes[i];
-    }
-  }
-}
-
-void Engine::keep_in_shards(const std::vector<int32_t>& matrices) {
-  for (const int32_t matrix : matrices) slot(matrix).gathers = slot(matrix).scatters = false;
 }
 
 // Adds what this pass has brought to what earlier ones have left, in float32.

@@ -48,7 +48,7 @@ at::Tensor make_placeholder(const at::Tensor& like) {
 }
 
 bool is_placeholder(const at::Tensor& placeholder) {
-  if (!placeholder.is_cpu()) return true;
+  if (!placeholder.is_cpu() || placeholder.numel() == 0) return true;
   const void* value = placeholder.data_ptr();
   switch (placeholder.scalar_type()) {
     case at::kFloat:

@@ -46,6 +46,11 @@ Slot& Engine::slot(int matrix) {
   return units_[place.unit].store.slots()[place.slot];
 }
 
+const Slot& Engine::slot(int matrix) const {
+  const Place place = places_[matrix];
+  return units_[place.unit].store.slots()[place.slot];
+}
+
 void Engine::adopt(int matrix, const at::Tensor& parameter, const at::Tensor& inner,
                    std::shared_ptr<TensorWrapper> wrapper) {
   auto& unit = units_[places_[matrix].unit];
@@ -142,7 +147,10 @@ void Engine::materialise(UnitRuntime& unit) {
   }
   if (!unit.store.prepared()) unit.published.wait();
   unit.store.prepare(config_.adapter->compute_dtype(unit.index));
-  if (channels_.publish && unit.stale) submit_publish(unit, false, {});
+  if (std::exchange(unit.stale, false)) {
+    if (channels_.tp_scatter) equalise(unit);
+    if (channels_.publish) submit_publish(unit, false, {});
+  }
   const auto& parts = unit.store.allocate();
   if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
   channels_.materialise_lane->run(

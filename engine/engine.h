@@ -83,6 +83,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   Place place(int matrix) const { return places_[matrix]; }
   Slot& slot(int matrix);
+  const Slot& slot(int matrix) const;
   void adopt(int matrix, const at::Tensor& parameter) { adopt(matrix, parameter, parameter, {}); }
   void adopt(int matrix, const at::Tensor& parameter, const at::Tensor& inner,
              std::shared_ptr<TensorWrapper> wrapper);
@@ -115,7 +116,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Tensor parallelism. All are for the optimizer.
   Transport* tp() { return channels_.tp_scatter.get(); }
   Staging& scatter_staging() { return scatter_staging_; }
-  // Their gradients and updates stay in shards from now on.
+  // Elements that this rank stages for one pass and step: the largest unit's, and all units'.
+  struct StagingUse {
+    bool shared = false;
+    int64_t largest = 0, total = 0;
+  };
+  StagingUse gather_use() const;
+  StagingUse scatter_use() const;
+  // The gradients and updates of these matrices, and of no others, stay in shards from now on.
   void keep_in_shards(const std::vector<int32_t>& matrices);
   bool gathers_are_current() const;
   void gather_again();
@@ -169,6 +177,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void issue(UnitRuntime& unit);
   void start(UnitRuntime& unit);
   void start_gather(UnitRuntime& unit);
+  void equalise(UnitRuntime& unit);
   void submit_publish(UnitRuntime& unit, bool owned, std::function<void()> last);
   void add_reduced(UnitRuntime& unit);
   void arm_late(UnitRuntime& unit, int slot);

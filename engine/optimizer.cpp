@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "engine/digest.h"
 #include "engine/error.h"
@@ -38,22 +39,33 @@ Optimizer::Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config,
       state_(engine_->plan().matrices.size()),
       ns_per_matrix_(engine_->plan().matrices.size(), 0) {
   config_.newton_schulz.validate();
-  int64_t largest = 0;
+  const OwnershipPlan& plan = engine_->plan();
+  const auto tp = static_cast<int>(plan.mesh.tp);
   for (size_t m = 0; m < state_.size(); ++m) {
-    const Slot& slot = engine_->slot(static_cast<int>(m));
-    if (!slot.owned) continue;
-    const auto options = kFloat32.device(slot.inner.device());
-    if (engine_->plan().matrices[m].route == Route::adamw) {
-      state_[m]["exp_avg"] = at::zeros(slot.sizes, options);
-      state_[m]["exp_avg_sq"] = at::zeros(slot.sizes, options);
-      state_[m]["step"] = at::zeros({}, kFloat32);
-      continue;
-    }
-    if (!slot.leads) continue;
-    state_[m]["momentum_buffer"] =
-        at::zeros(slot.layout.cut() ? slot.layout.sizes : slot.sizes, options);
-    largest = std::max(largest, engine_->plan().matrices[m].numel());
-    if (!scratch_.defined() || scratch_.numel() < largest) scratch_ = at::empty({largest}, options);
+    const TpLayout& layout = engine_->slot(static_cast<int>(m)).layout;
+    if (stays_in_shards(plan.matrices[m], layout, tp, config_.newton_schulz, config_.sharded_gram))
+      in_shards_.push_back(static_cast<int32_t>(m));
+  }
+  engine_->keep_in_shards(in_shards_);
+  for (size_t m = 0; m < state_.size(); ++m) allocate_state(static_cast<int>(m));
+}
+
+void Optimizer::allocate_state(int m) {
+  const Slot& slot = engine_->slot(m);
+  if (!slot.owned) return;
+  const auto options = kFloat32.device(slot.inner.device());
+  if (engine_->plan().matrices[m].route == Route::adamw) {
+    state_[m]["exp_avg"] = at::zeros(slot.sizes, options);
+    state_[m]["exp_avg_sq"] = at::zeros(slot.sizes, options);
+    state_[m]["step"] = at::zeros({}, kFloat32);
+    return;
+  }
+  if (!slot.leads && !slot.in_shards) return;
+  const bool whole = slot.layout.cut() && !slot.in_shards;
+  at::Tensor& momentum = state_[m]["momentum_buffer"];
+  momentum = at::zeros(whole ? slot.layout.sizes : slot.sizes, options);
+  if (!scratch_.defined() || scratch_.numel() < momentum.numel()) {
+    scratch_ = at::empty({momentum.numel()}, options);
   }
 }
 
@@ -71,10 +83,7 @@ bool Optimizer::step(const std::vector<GroupSettings>& groups, const SymmetricGr
     if (verdict.failed) raise_everywhere(error);
     check(verdict, symmetric);
     if (goes_on && verdict.gather_again) engine_->gather_again();
-    const auto& order = engine_->order();
-    for (auto unit = order.rbegin(); goes_on && unit != order.rend(); ++unit) {
-      update_unit(*unit, groups);
-    }
+    if (goes_on) update_all(groups);
     if (!config_.publish_async) engine_->wait_publishes();
   } catch (...) {
     engine_->end_step(false);
@@ -144,30 +153,49 @@ void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symm
               "or choose nonfinite=\"skip\" or \"propagate\"."));
 }
 
+// What has its Gram matrices on the way is waited for last.
+void Optimizer::update_all(const std::vector<GroupSettings>& groups) {
+  sharded_units_.clear();
+  if (!in_shards_.empty()) start_in_shards(groups);
+  const auto& order = engine_->order();
+  for (auto unit = order.rbegin(); unit != order.rend(); ++unit) update_unit(*unit, groups);
+  if (!sharded_units_.empty()) finish_in_shards(groups);
+}
+
 void Optimizer::update_unit(int unit, const std::vector<GroupSettings>& groups) {
-  bool updated = false;
+  const UnitStore& store = engine_->store(unit);
+  update_locally(unit, groups);
+  std::function<void()> last;
+  if (!scattering_slots(store).empty()) last = scatter(unit, groups);
+  const bool owned = std::any_of(store.segments().begin(), store.segments().end(),
+                                 [](const SegmentStore& segment) { return segment.owned; });
+  const bool waits = std::any_of(sharded_units_.begin(), sharded_units_.end(),
+                                 [&](const auto& sharded) { return sharded.first == unit; });
+  if (!waits) {
+    engine_->publish(unit, owned, std::move(last));
+  } else if (last) {
+    last();
+  }
+}
+
+// What needs no other rank: the momentum and Newton-Schulz of matrices that are whole here, AdamW.
+void Optimizer::update_locally(int unit, const std::vector<GroupSettings>& groups) {
   for (const Slot& slot : engine_->store(unit).slots()) {
-    if (slot.scatters) continue;
+    if (slot.shared) continue;
     const at::Tensor gradient = owned_gradient(*engine_, slot.matrix);
     if (!gradient.defined()) continue;
-    const bool adamw = engine_->plan().matrices[slot.matrix].route == Route::adamw;
     const GroupSettings& group = groups[groups_[slot.matrix]];
-    if (adamw) {
+    if (engine_->plan().matrices[slot.matrix].route == Route::adamw) {
       update_adamw(slot.matrix, gradient, group);
     } else {
       apply(slot.matrix, orthogonalised(slot.matrix, gradient, group), group);
     }
-    updated = true;
-  }
-  if (scattering_slots(engine_->store(unit)).empty()) {
-    engine_->publish(unit, updated);
-  } else {
-    scatter(unit, groups);
   }
 }
 
-// The TP owners' updates go to the ranks that hold the shards, beside the next Newton-Schulz.
-void Optimizer::scatter(int unit, const std::vector<GroupSettings>& groups) {
+// The TP owners' updates go to the ranks that hold the shards, beside the next Newton-Schulz. What
+// is returned waits for them and applies them.
+std::function<void()> Optimizer::scatter(int unit, const std::vector<GroupSettings>& groups) {
   const UnitStore& store = engine_->store(unit);
   std::vector<at::Tensor> updates;
   std::vector<std::pair<int, GroupSettings>> matrices;
@@ -182,26 +210,72 @@ void Optimizer::scatter(int unit, const std::vector<GroupSettings>& groups) {
   if (engine_->scatter_staging().shared()) engine_->wait_publishes();
   auto moving =
       std::make_shared<UpdateScatter>(store, updates, *engine_->tp(), engine_->scatter_staging());
-  engine_->publish(unit, true, [this, moving, matrices] {
+  return [this, moving, matrices] {
     const std::vector<at::Tensor> pieces = moving->finish();
     for (size_t i = 0; i < pieces.size(); ++i) {
       if (pieces[i].defined()) apply(matrices[i].first, pieces[i], matrices[i].second);
     }
-  });
+  };
+}
+
+void Optimizer::start_in_shards(const std::vector<GroupSettings>& groups) {
+  const auto& order = engine_->order();
+  for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
+    const UnitStore& store = engine_->store(*unit);
+    const std::vector<int> slots = slots_in_shards(store);
+    if (slots.empty()) continue;
+    auto sharded = std::make_unique<ShardedNewtonSchulz>(engine_->plan(), store,
+                                                         config_.newton_schulz, *engine_->tp());
+    for (const int s : slots) {
+      const int matrix = store.slots()[s].matrix;
+      const at::Tensor gradient = owned_gradient(*engine_, matrix);
+      sharded->add(s, gradient.defined() ? with_momentum(matrix, gradient, groups[groups_[matrix]])
+                                         : at::Tensor());
+    }
+    sharded->send_grams();
+    sharded_units_.emplace_back(*unit, std::move(sharded));
+  }
+}
+
+void Optimizer::finish_in_shards(const std::vector<GroupSettings>& groups) {
+  const int rounds = sharded_gram_rounds(config_.newton_schulz);
+  for (int round = 0; round < rounds; ++round) {
+    for (auto& [unit, sharded] : sharded_units_) sharded->send_factors();
+    for (auto& [unit, sharded] : sharded_units_) {
+      sharded->apply_factors();
+      if (round + 1 < rounds) sharded->send_grams();
+    }
+  }
+  for (auto& [unit, sharded] : sharded_units_) {
+    for (const auto& [slot, piece] : sharded->results()) {
+      const int matrix = engine_->store(unit).slots()[slot].matrix;
+      if (piece.defined()) apply(matrix, piece, groups[groups_[matrix]]);
+    }
+    ns_calls_last_step_ += sharded->led();
+    engine_->publish(unit, true);
+  }
+  sharded_units_.clear();
+}
+
+// Writes the momentum. What is returned is valid until the next call.
+at::Tensor Optimizer::with_momentum(int matrix, const at::Tensor& gradient,
+                                    const GroupSettings& group) {
+  at::Tensor& momentum = state_[matrix].at("momentum_buffer");
+  at::Tensor input = scratch_.narrow(0, 0, momentum.numel()).view(momentum.sizes());
+  momentum_update(momentum, gradient, group.momentum, config_.nesterov, input);
+  return input;
 }
 
 // Momentum, then Newton-Schulz: of the whole matrix, in its sizes.
 at::Tensor Optimizer::orthogonalised(int matrix, const at::Tensor& gradient,
                                      const GroupSettings& group) {
   const Matrix& shape = engine_->plan().matrices[matrix];
-  at::Tensor& momentum = state_[matrix].at("momentum_buffer");
-  at::Tensor input = scratch_.narrow(0, 0, shape.numel()).view(momentum.sizes());
-  momentum_update(momentum, gradient, group.momentum, config_.nesterov, input);
+  const at::Tensor input = with_momentum(matrix, gradient, group);
   const at::Tensor orthogonal =
       newton_schulz(input.view({shape.batch, shape.rows, shape.cols}), config_.newton_schulz);
   ++ns_per_matrix_[matrix];
   ++ns_calls_last_step_;
-  return orthogonal.view(momentum.sizes());
+  return orthogonal.view(input.sizes());
 }
 
 // `orthogonal`: what this rank holds of it.

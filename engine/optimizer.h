@@ -9,6 +9,7 @@
 
 #include "engine/agreement.h"
 #include "engine/engine.h"
+#include "engine/sharded_newton_schulz.h"
 #include "kernels/momentum.h"
 #include "kernels/newton_schulz.h"
 
@@ -32,6 +33,7 @@ struct OptimizerConfig {
   AdjustLr adjust_lr = AdjustLr::match_rms_adamw;
   bool nesterov = true;
   Nonfinite nonfinite = Nonfinite::raise;
+  ShardedGram sharded_gram = ShardedGram::never;
   bool publish_async = true;  // false: step() returns when every update has been published
 };
 
@@ -66,6 +68,7 @@ class Optimizer {
   int64_t ns_calls_last_step() const { return ns_calls_last_step_; }
   const std::vector<int64_t>& ns_calls_per_matrix() const { return ns_per_matrix_; }
   const OptimizerConfig& config() const { return config_; }
+  const std::vector<int32_t>& in_shards() const { return in_shards_; }
 
  private:
   StepWord word(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
@@ -75,7 +78,13 @@ class Optimizer {
   void update_unit(int unit, const std::vector<GroupSettings>& groups);
   at::Tensor orthogonalised(int matrix, const at::Tensor& gradient, const GroupSettings& group);
   void apply(int matrix, const at::Tensor& orthogonal, const GroupSettings& group);
-  void scatter(int unit, const std::vector<GroupSettings>& groups);
+  void update_locally(int unit, const std::vector<GroupSettings>& groups);
+  std::function<void()> scatter(int unit, const std::vector<GroupSettings>& groups);
+  void start_in_shards(const std::vector<GroupSettings>& groups);
+  void finish_in_shards(const std::vector<GroupSettings>& groups);
+  at::Tensor with_momentum(int matrix, const at::Tensor& gradient, const GroupSettings& group);
+  void update_all(const std::vector<GroupSettings>& groups);
+  void allocate_state(int matrix);
   void update_adamw(int matrix, const at::Tensor& gradient, const GroupSettings& group);
 
   std::shared_ptr<Engine> engine_;
@@ -83,6 +92,9 @@ class Optimizer {
   std::vector<int32_t> groups_;
   std::vector<std::map<std::string, at::Tensor>> state_;
   at::Tensor scratch_;  // the Newton-Schulz input of one matrix at a time
+  std::vector<int32_t> in_shards_;
+  // Of this step: the units with matrices in shards, as `order` has them.
+  std::vector<std::pair<int, std::unique_ptr<ShardedNewtonSchulz>>> sharded_units_;
   std::vector<int64_t> ns_per_matrix_;
   int64_t ns_calls_ = 0;
   int64_t ns_calls_last_step_ = 0;

@@ -32,10 +32,13 @@ struct Slot {
   std::vector<int64_t> sizes, strides;  // contiguous
   TpLayout layout;
   int tp_owner = 0;
-  bool owned = false;     // this rank's cell owns the matrix: the master of its shard lies here
-  bool leads = false;     // and this rank is its TP owner
-  bool gathers = false;   // in the owner's cell: its gradient goes to the TP owner whole
-  bool scatters = false;  // in the owner's cell: its update comes from the TP owner
+  bool owned = false;  // this rank's cell owns the matrix: the master of its shard lies here
+  bool leads = false;  // and this rank is its TP owner
+  // In the owner's cell, where it has several TP ranks and the route is muon:
+  bool shared = false;
+  bool in_shards = false;  // gradient and update stay in the shards, or
+  bool gathers = false;    // the gradient goes to the TP owner, where it is cut,
+  bool scatters = false;   // and the update comes from there
 
   at::Tensor parameter;  // the object that module, autograd and optimizer see, all the time
   std::shared_ptr<TensorWrapper> wrapper;  // null where it is a plain tensor

@@ -110,6 +110,10 @@ std::vector<int> scattering_slots(const UnitStore& unit) {
   return slots_with(unit, &Slot::scatters);
 }
 
+std::vector<int> slots_in_shards(const UnitStore& unit) {
+  return slots_with(unit, &Slot::in_shards);
+}
+
 int64_t gather_elements(const UnitStore& unit, int tp, int tp_size) {
   const Counts counts = gather_counts(unit, gathering_slots(unit), tp, tp_size);
   return total(counts.send) + total(counts.receive);

@@ -32,6 +32,7 @@ class Staging {
 // Indices into the unit's slots of those that take part.
 std::vector<int> gathering_slots(const UnitStore& unit);
 std::vector<int> scattering_slots(const UnitStore& unit);
+std::vector<int> slots_in_shards(const UnitStore& unit);
 
 // Elements that one exchange of the unit stages on this rank: sent and received.
 int64_t gather_elements(const UnitStore& unit, int tp, int tp_size);

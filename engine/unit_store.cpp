@@ -60,13 +60,20 @@ void UnitStore::add_segment(const OwnershipPlan& plan, const Segment& segment, c
     slot.tp_owner = plan.tp_owners[matrix];
     slot.owned = store.owned;
     slot.leads = store.owned && slot.tp_owner == me.tp;
-    slot.scatters = store.owned && plan.mesh.tp > 1 && plan.matrices[matrix].route == Route::muon;
-    slot.gathers = slot.scatters && slot.layout.cut();
+    slot.shared = store.owned && plan.mesh.tp > 1 && plan.matrices[matrix].route == Route::muon;
     store.numel += slot.numel;
     slots_.push_back(std::move(slot));
+    keep_in_shards(static_cast<int>(slots_.size()) - 1, false);
   }
   store.slots = static_cast<int32_t>(segment.matrices.size());
   segments_.push_back(std::move(store));
+}
+
+void UnitStore::keep_in_shards(int index, bool kept) {
+  Slot& slot = slots_[index];
+  slot.in_shards = slot.shared && slot.layout.cut() && kept;
+  slot.scatters = slot.shared && !slot.in_shards;
+  slot.gathers = slot.scatters && slot.layout.cut();
 }
 
 void UnitStore::adopt(int index, const at::Tensor& parameter, const at::Tensor& inner,

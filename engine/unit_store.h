@@ -54,6 +54,9 @@ class UnitStore {
   void set_value(int slot, const at::Tensor& value);
   at::Tensor master(int slot) const;  // owner only, in the parameter's sizes
 
+  // Whether gradient and update of a cut matrix stay in its shards.
+  void keep_in_shards(int slot, bool kept);
+
   void prepare(at::ScalarType compute_dtype);  // before the first use; later calls do nothing
   bool prepared() const { return prepared_; }
 

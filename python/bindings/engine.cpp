@@ -150,6 +150,14 @@ void bind_engine(py::module_& m) {
            py::overload_cast<int, const at::Tensor&, const at::Tensor&,
                              std::shared_ptr<TensorWrapper>>(&Engine::adopt),
            py::arg("matrix"), py::arg("parameter"), py::arg("inner"), py::arg("wrapper"), Release())
+      .def("tp_staging",
+           [](const Engine& e) {
+             using Row = std::tuple<std::string, bool, int64_t, int64_t>;
+             const auto row = [](const char* direction, const Engine::StagingUse& use) {
+               return Row(direction, use.shared, use.largest, use.total);
+             };
+             return std::vector{row("gather", e.gather_use()), row("scatter", e.scatter_use())};
+           })
       .def("leads", [](Engine& e, int matrix) { return e.slot(matrix).leads; })
       .def("wait_reductions", &Engine::wait_reductions, Release())
       .def("wait_publishes", &Engine::wait_publishes, Release())

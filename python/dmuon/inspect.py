@@ -103,6 +103,8 @@ def report(model: nn.Module) -> Mapping:
         "state_bytes_bound": plan.report.state_bytes_bound,
         "initial_values": "the owner's",
         "plan_digest": plan.digest(),
+        "sent_bytes_by_channel": runtime.ring.sent_by_channel(),
+        "tensor_parallel": _tensor_parallel(runtime, muon),
         "ranks_planned": [
             {"rank": rank, "matrices": owned, "flops": load, "state_bytes": state}
             for rank, owned, load, state in zip(
@@ -110,6 +112,38 @@ def report(model: nn.Module) -> Mapping:
             )
         ],
         "parameters": [_describe(param, optimizer) for param in runtime.params],
+    }
+
+
+def _tensor_parallel(runtime, muon) -> dict | None:
+    """What moves over the TP axis; None without one. Bytes are per step, in one owner's TP group; of
+    staging, on this rank."""
+    shard, replicate, tp = runtime.axes.sizes
+    if tp == 1:
+        return None
+    staging = {}
+    for direction, shared, largest, total in runtime.engine.tp_staging():
+        staging[direction] = {
+            "reused": shared,
+            "bytes": 4 * (largest if shared else total),
+            "saved_bytes": 4 * (total - largest) if shared else 0,
+        }
+    in_shards = []
+    for index in muon.in_shards() if muon else ():
+        whole, shards = muon.tp_bytes(runtime.engine, index)
+        in_shards.append(
+            {
+                "name": runtime.params[index].param_name,
+                "bytes": shards,
+                "saved_bytes": whole - shards,
+            }
+        )
+    return {
+        "size": tp,
+        "dim": runtime.axes.tp_dim,
+        "distributed_gram": in_shards,
+        "distributed_gram_saved_bytes": sum(m["saved_bytes"] for m in in_shards),
+        "staging": staging,
     }
 
 

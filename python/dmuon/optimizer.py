@@ -46,7 +46,10 @@ class Muon(torch.optim.Optimizer):
         nesterov: orthogonalise ``grad + momentum * buf`` instead of ``buf``.
         replicate_async: publish updates beside the next forward; False: ``step`` returns when they are
             published. Bits do not depend on it. Default: True, with tensor parallelism False.
-        tp_distributed_gram, tp_distributed_gram_policy: tensor parallelism only.
+        tp_distributed_gram: tensor parallelism: instead of gradients and updates, the TP ranks exchange
+            Gram matrices and factors of the dim that is not cut, in the Gram form. The policy says for
+            which matrices: ``"beneficial"``, those for which fewer bytes move; ``"always"``, all that are
+            cut along a row or column; ``"never"``.
         adjust_lr: ``"match_rms_adamw"`` 0.2 sqrt(max(m, n)), ``"original"`` sqrt(max(1, m/n)) or
             ``"spectral_unclamped"`` sqrt(m/n), as in ``torch.optim.Muon``, whose ``adjust_lr_fn`` is
             accepted as a name of it.
@@ -116,6 +119,7 @@ class Muon(torch.optim.Optimizer):
             nesterov=nesterov,
             nonfinite=nonfinite,
             replicate_async=replicate_async,
+            tp_distributed_gram=(bool(tp_distributed_gram), tp_distributed_gram_policy),
         )
         self._muon = _C.Optimizer(
             engine=runtime.engine,
@@ -123,9 +127,14 @@ class Muon(torch.optim.Optimizer):
             adjust_lr=getattr(_C.AdjustLr, rule),
             nesterov=bool(nesterov),
             nonfinite=_NONFINITE[nonfinite],
+            sharded_gram=getattr(
+                _C.ShardedGram, tp_distributed_gram_policy if tp_distributed_gram else "never"
+            ),
             publish_async=bool(replicate_async),
             groups=[0] * len(runtime.params),
         )
+        for index, param in enumerate(runtime.params):
+            param.in_shards = index in self._muon.in_shards()
         self._symmetric = _C.SymmetricGradients()
         self._checked_parameters = False
         self._read_groups()
@@ -299,8 +308,10 @@ def _state_shapes(param) -> dict[str, tuple]:
 
 
 def _in_shards(param, key: str) -> bool:
-    """AdamW's state of a weight that is cut lies as the weight does; momentum lies whole."""
-    return param.shard_dim is not None and param.route == "adamw" and key != "step"
+    """AdamW's state of a weight that is cut lies as the weight does; momentum whole, on the TP owner,
+    unless gradients stay in shards."""
+    elementwise = param.route == "adamw" or param.in_shards
+    return param.shard_dim is not None and elementwise and key != "step"
 
 
 def _as_whole(param, key: str, mine: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ class DedicatedParam:
     policy: object = field(repr=False)
     layout: Layout = field(repr=False)
     was_dtensor: bool = False  # when it was dedicated
+    in_shards: bool = False  # Newton-Schulz without gathering it (tp_distributed_gram)
     tp_group: object = field(default=None, repr=False)
 
     @property

@@ -1,0 +1,201 @@
+#include "engine/sharded_newton_schulz.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace dmuon {
+namespace {
+
+int64_t sum(const std::vector<int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
+
+// The dim that all shards share, and the length of the one that is cut.
+int64_t order_of(const Matrix& matrix, CutDim cut) {
+  return cut == CutDim::rows ? matrix.cols : matrix.rows;
+}
+int64_t cut_of(const Matrix& matrix, CutDim cut) {
+  return cut == CutDim::rows ? matrix.rows : matrix.cols;
+}
+
+bool flag_of(const at::Tensor& message) {
+  const at::Tensor flag = message.narrow(0, message.size(0) - 1, 1);
+  return flag.item<float>() != 0;
+}
+
+at::Tensor without_flag(const at::Tensor& message) {
+  return message.narrow(0, 0, message.size(0) - 1);
+}
+
+}  // namespace
+
+std::optional<CutDim> cut_dim(const Matrix& matrix, const TpLayout& layout) {
+  if (!layout.cut()) return std::nullopt;
+  const auto dims = static_cast<int>(layout.sizes.size());
+  // Rows are dim 0, and what follows is columns.
+  if (matrix.batch == 1 && matrix.rows == layout.sizes.front()) {
+    return layout.dim == 0 ? CutDim::rows : CutDim::cols;
+  }
+  if (layout.dim == dims - 2) return CutDim::rows;
+  if (layout.dim == dims - 1) return CutDim::cols;
+  return std::nullopt;
+}
+
+bool stays_in_shards(const Matrix& matrix, const TpLayout& layout, int ranks,
+                     const NewtonSchulz& options, ShardedGram policy) {
+  const auto cut = cut_dim(matrix, layout);
+  if (!cut || policy == ShardedGram::never || matrix.route != Route::muon) return false;
+  if (policy == ShardedGram::always) return true;
+  return sharded_gram_saves_bytes(order_of(matrix, *cut), cut_of(matrix, *cut), ranks,
+                                  sharded_gram_rounds(options));
+}
+
+TpBytes tp_bytes(const Matrix& matrix, const TpLayout& layout, int tp_owner, int ranks,
+                 const NewtonSchulz& options) {
+  const auto cut = cut_dim(matrix, layout);
+  if (!cut) return {};
+  const int64_t away = matrix.numel() - layout.numel_on(tp_owner);
+  const int64_t message = sharded_gram_elements(matrix.batch, order_of(matrix, *cut));
+  return {.whole = 2 * away * int64_t{sizeof(float)},
+          .in_shards =
+              2 * (ranks - 1) * sharded_gram_rounds(options) * message * int64_t{sizeof(float)}};
+}
+
+ShardedNewtonSchulz::ShardedNewtonSchulz(const OwnershipPlan& plan, const UnitStore& unit,
+                                         const NewtonSchulz& options, Transport& tp)
+    : plan_(plan), unit_(unit), options_(options), tp_(tp) {}
+
+void ShardedNewtonSchulz::add(int index, const at::Tensor& shard) {
+  const Slot& slot = unit_.slots()[index];
+  const Matrix& matrix = plan_.matrices[slot.matrix];
+  const CutDim cut = *cut_dim(matrix, slot.layout);
+  const int64_t order = order_of(matrix, cut);
+  Member member{.slot = index, .owner = slot.tp_owner};
+  member.elements = sharded_gram_elements(matrix.batch, order) + 1;
+  if (shard.defined()) {
+    const int64_t held = order == 0 ? 0 : slot.numel / std::max<int64_t>(1, matrix.batch * order);
+    const bool rows = cut == CutDim::rows;
+    member.shard.emplace(
+        shard.reshape({matrix.batch, rows ? held : matrix.rows, rows ? matrix.cols : held}), cut,
+        options_);
+  }
+  if (slot.leads) {
+    member.led.emplace(matrix.batch, order, options_, slot.inner.device());
+  }
+  members_.push_back(std::move(member));
+}
+
+std::vector<int64_t> ShardedNewtonSchulz::to_owners() const {
+  std::vector<int64_t> counts(tp_.size(), 0);
+  for (const auto& member : members_) {
+    if (!member.led) counts[member.owner] += member.elements;
+  }
+  return counts;
+}
+
+std::vector<int64_t> ShardedNewtonSchulz::from_members() const {
+  int64_t led = 0;
+  for (const auto& member : members_) led += member.led ? member.elements : 0;
+  std::vector<int64_t> counts(tp_.size(), led);
+  counts[tp_.rank()] = 0;
+  return counts;
+}
+
+at::Tensor ShardedNewtonSchulz::options_empty(int64_t numel) const {
+  const auto& inner = unit_.slots().front().inner;
+  return at::empty({numel}, inner.options().dtype(at::kFloat).requires_grad(false));
+}
+
+void ShardedNewtonSchulz::exchange(const std::vector<int64_t>& send_counts,
+                                   const std::vector<int64_t>& recv_counts) {
+  received_ = options_empty(sum(recv_counts));
+  pending_ = tp_.start_exchange(received_, recv_counts, sent_, send_counts, unit_.name());
+}
+
+// To the owners in rank order, each owner's members in the order of the slots.
+void ShardedNewtonSchulz::send_grams() {
+  const std::vector<int64_t> counts = to_owners();
+  sent_ = options_empty(sum(counts));
+  int64_t at = 0;
+  for (int r = 0; r < tp_.size(); ++r) {
+    for (auto& member : members_) {
+      if (member.owner != r) continue;
+      member.mine =
+          member.led ? options_empty(member.elements) : sent_.narrow(0, at, member.elements);
+      at += member.led ? 0 : member.elements;
+      member.mine.zero_();
+      if (!member.shard) continue;
+      member.shard->gram(without_flag(member.mine));
+      member.mine.narrow(0, member.elements - 1, 1).fill_(1);
+    }
+  }
+  exchange(counts, from_members());
+}
+
+void ShardedNewtonSchulz::send_factors() {
+  pending_->wait();
+  const std::vector<int64_t> counts = from_members();
+  const at::Tensor grams = received_;
+  const int64_t stride = tp_.size() > 1 ? sum(counts) / (tp_.size() - 1) : 0;
+  sent_ = options_empty(sum(counts));
+  int64_t at = 0;
+  for (auto& member : members_) {
+    if (!member.led) continue;
+    std::vector<at::Tensor> payloads;
+    bool present = false;
+    for (int r = 0, before = 0; r < tp_.size(); ++r) {
+      const bool own = r == tp_.rank();
+      const at::Tensor message =
+          own ? member.mine : grams.narrow(0, stride * before + at, member.elements);
+      before += own ? 0 : 1;
+      if (!flag_of(message)) continue;
+      present = true;
+      payloads.push_back(without_flag(message));
+    }
+    const at::Tensor factor = options_empty(member.elements).zero_();
+    if (present) {
+      member.led->round(payloads, without_flag(factor));
+      factor.narrow(0, member.elements - 1, 1).fill_(1);
+    }
+    for (int r = 0; r < tp_.size() - 1; ++r) {
+      sent_.narrow(0, stride * r + at, member.elements).copy_(factor);
+    }
+    member.mine = factor;
+    at += member.elements;
+  }
+  exchange(counts, to_owners());
+}
+
+void ShardedNewtonSchulz::apply_factors() {
+  pending_->wait();
+  int64_t at = 0;
+  for (int r = 0; r < tp_.size(); ++r) {
+    for (auto& member : members_) {
+      if (member.owner != r) continue;
+      if (!member.led) {
+        member.mine = received_.narrow(0, at, member.elements);
+        at += member.elements;
+      }
+      if (member.shard && flag_of(member.mine)) member.shard->apply(without_flag(member.mine));
+    }
+  }
+}
+
+std::vector<ShardedNewtonSchulz::Result> ShardedNewtonSchulz::results() const {
+  std::vector<Result> results;
+  for (const auto& member : members_) {
+    const auto& sizes = unit_.slots()[member.slot].sizes;
+    results.push_back(
+        {member.slot, member.shard ? member.shard->result().view(sizes) : at::Tensor()});
+  }
+  return results;
+}
+
+int ShardedNewtonSchulz::led() const {
+  return static_cast<int>(std::count_if(members_.begin(), members_.end(),
+                                        [](const Member& m) { return m.led && flag_of(m.mine); }));
+}
+
+}  // namespace dmuon
