@@ -8,8 +8,11 @@ namespace dmuon::assign {
 namespace {
 
 constexpr double kBetter = 1 - 1e-12;
-constexpr int32_t kSearchedList = 2048;  // in longer lists, only LPT runs again in the cells
-constexpr int32_t kSearchedCell = 64;
+// Beyond these only LPT runs again in a cell: a search is short where there is little to choose.
+constexpr int32_t kSearchedList = 1024;
+constexpr size_t kSearchedCell = 16;  // searched again and again, up to the optimum mostly
+constexpr int kSearches = 16;
+constexpr int kSearchedCosts = 8;  // different ones, in a larger cell
 
 template <class T>
 std::vector<T> pick(const std::vector<T>& values, const std::vector<int32_t>& items) {
@@ -83,51 +86,106 @@ class ByCell {
 // One cell as a problem of its own.
 class Cell {
  public:
+  // `items` with their costs falling.
   Cell(const AssignProblem& whole, int32_t cell, std::vector<int32_t> items)
-      : whole_(whole), cell_(cell), items_(std::move(items)), order_(items_.size()) {
-    std::iota(order_.begin(), order_.end(), 0);
-    costs_ = pick(whole.costs, items_);
-    tp_ = whole.slots / whole.cells;
+      : whole_(whole),
+        cell_(cell),
+        items_(std::move(items)),
+        costs_(pick(whole.costs, items_)),
+        tp_(whole.slots / whole.cells) {}
+
+  // LPT, and a search where that is short. `everywhere`: bytes that each slot of the cell holds.
+  void lower(std::vector<int32_t>& owners, int64_t everywhere) const {
+    if (items_.size() < 2) return;
+    const double load = largest_now(owners);
+    const std::vector<int32_t> by_lpt = lpt();
+    const bool searched = worth_searching() && above_bound(load);
+    if (!searched && largest_with(by_lpt) >= load * kBetter) return;
+    const AssignProblem part = alone(everywhere);
+    std::vector<int32_t> best = slots_in_cell(owners);
+    if (largest_with(by_lpt) < load && within_memory(part, by_lpt)) best = by_lpt;
+    if (searched) search_on(part, best);
+    if (largest_with(best) < load * kBetter) take(best, owners);
   }
 
-  bool may_be_lowered(const std::vector<int32_t>& owners) const {
-    if (items_.size() < 2) return false;
+ private:
+  double largest_now(const std::vector<int32_t>& owners) const {
+    return largest_with(slots_in_cell(owners));
+  }
+
+  double largest_with(const std::vector<int32_t>& slots) const {
     std::vector<double> loads(tp_);
-    for (int32_t item : items_) loads[owners[item] / whole_.cells] += whole_.costs[item];
-    return *std::max_element(loads.begin(), loads.end()) >
-           makespan_bound(costs_, order_, tp_) * (1 + 1e-9);
+    for (size_t k = 0; k < slots.size(); ++k) loads[slots[k]] += costs_[k];
+    return *std::max_element(loads.begin(), loads.end());
   }
 
-  // `everywhere`: bytes that each slot of the cell holds.
-  void lower(std::vector<int32_t>& owners, int64_t everywhere, bool with_search) const {
+  // A cell has few slots: looking at all of them is faster than a heap.
+  std::vector<int32_t> lpt() const {
+    std::vector<Load> loads = empty_loads(tp_);
+    std::vector<int32_t> slots(costs_.size());
+    for (size_t k = 0; k < costs_.size(); ++k) {
+      Load& cheapest = *std::min_element(loads.begin(), loads.end());
+      cheapest.load += costs_[k];
+      ++cheapest.count;
+      slots[k] = cheapest.index;
+    }
+    return slots;
+  }
+
+  bool worth_searching() const {
+    if (whole_.size() > kSearchedList) return false;
+    int different = 1;
+    for (size_t i = 1; i < costs_.size(); ++i) different += costs_[i] != costs_[i - 1];
+    return items_.size() <= kSearchedCell || different <= kSearchedCosts;
+  }
+
+  bool above_bound(double load) const {
+    return load > makespan_bound(costs_, falling(), tp_) * (1 + 1e-9);
+  }
+
+  AssignProblem alone(int64_t everywhere) const {
     AssignProblem part = subset(whole_, items_);
     part.slots = tp_;
     part.cells = 0;
     part.cell_bytes.clear();
     part.max_owners = 0;
-    if (part.memory_limit > 0)
-      part.memory_limit = std::max<int64_t>(1, part.memory_limit - everywhere);
-    std::vector<int32_t> best = pick(owners, items_);
-    for (int32_t& slot : best) slot = static_cast<int32_t>(slot / whole_.cells);
-    const double load = largest_load(part, best);
-    take_lower(part, best, plain_lpt(part, order_));
-    if (with_search) best = search(part, order_, std::move(best));
-    if (largest_load(part, best) >= load * kBetter) return;
-    for (size_t k = 0; k < items_.size(); ++k) {
-      owners[items_[k]] = static_cast<int32_t>(best[k] * whole_.cells + cell_);
+    if (part.memory_limit > 0) {  // nothing left: no matrix has bytes of its own, but 0 is no limit
+      part.memory_limit = std::max(part.memory_limit - everywhere, int64_t{1});
+    }
+    return part;
+  }
+
+  std::vector<int32_t> falling() const {
+    std::vector<int32_t> order(items_.size());
+    std::iota(order.begin(), order.end(), 0);
+    return order;
+  }
+
+  std::vector<int32_t> slots_in_cell(const std::vector<int32_t>& owners) const {
+    std::vector<int32_t> slots = pick(owners, items_);
+    for (int32_t& slot : slots) slot = static_cast<int32_t>(slot / whole_.cells);
+    return slots;
+  }
+
+  // One search stops after a few steps; where it got lower, the next one may get lower still.
+  void search_on(const AssignProblem& part, std::vector<int32_t>& best) const {
+    const int searches = items_.size() <= kSearchedCell ? kSearches : 1;
+    for (int i = 0; i < searches; ++i) {
+      const double before = largest_with(best);
+      best = search(part, falling(), std::move(best));
+      if (largest_with(best) >= before * kBetter) return;
     }
   }
 
- private:
-  static void take_lower(const AssignProblem& part, std::vector<int32_t>& best,
-                         std::vector<int32_t> other) {
-    if (!within_memory(part, other)) return;
-    if (largest_load(part, other) < largest_load(part, best)) best = std::move(other);
+  void take(const std::vector<int32_t>& slots, std::vector<int32_t>& owners) const {
+    for (size_t k = 0; k < items_.size(); ++k) {
+      owners[items_[k]] = static_cast<int32_t>(slots[k] * whole_.cells + cell_);
+    }
   }
 
   const AssignProblem& whole_;
   int32_t cell_;
-  std::vector<int32_t> items_, order_;
+  std::vector<int32_t> items_;
   std::vector<double> costs_;
   int64_t tp_ = 1;
 };
@@ -156,11 +214,7 @@ void refine_cells(const AssignProblem& problem, const std::vector<int32_t>& orde
   const ByCell by_cell(problem, order, owners);
   const std::vector<int64_t> everywhere = bytes_everywhere(problem, owners);
   for (int32_t i = 0; i < problem.cells; ++i) {
-    std::vector<int32_t> items = by_cell.of(i);
-    const bool with_search =
-        problem.size() <= kSearchedList && static_cast<int32_t>(items.size()) <= kSearchedCell;
-    const Cell cell(problem, i, std::move(items));
-    if (cell.may_be_lowered(owners)) cell.lower(owners, everywhere[i], with_search);
+    Cell(problem, i, by_cell.of(i)).lower(owners, everywhere[i]);
   }
 }
 
