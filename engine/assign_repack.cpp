@@ -180,11 +180,6 @@ std::vector<int32_t> owners_of(const std::vector<Class>& classes,
   return owners;
 }
 
-double largest_load(const AssignProblem& problem, const std::vector<int32_t>& owners) {
-  const std::vector<double> loads = sum_per_slot(problem.costs, owners, problem.slots);
-  return *std::max_element(loads.begin(), loads.end());
-}
-
 // Keeps the best owners found so far, and the load they have.
 class Tightener {
  public:
@@ -225,6 +220,46 @@ class Tightener {
   std::vector<int32_t> best_;
 };
 
+std::vector<int32_t> pack(const std::vector<int64_t>& bytes, int64_t slots, int64_t limit) {
+  const std::vector<double> costs(bytes.begin(), bytes.end());
+  const std::vector<Class> classes = classify(costs, std::vector<int64_t>(bytes.size()));
+  if (classes.empty()) return {};
+  Completion search(classes, {static_cast<double>(limit), 0, slots});
+  if (!search.run()) return {};
+  return owners_of(classes, search.fillings(), static_cast<int32_t>(bytes.size()));
+}
+
+// Gives the matrices of one cell their slots. False where they do not fit.
+bool pack_cell(const AssignProblem& problem, int32_t cell, std::vector<int32_t>& owners) {
+  std::vector<int32_t> items;
+  std::vector<int64_t> bytes;
+  int64_t limit = problem.memory_limit;
+  for (int32_t i = 0; i < problem.size(); ++i) {
+    if (problem.cell(owners[i]) != cell) continue;
+    items.push_back(i);
+    bytes.push_back(problem.bytes[i]);
+    limit -= problem.cell_bytes[i];
+  }
+  if (items.empty()) return true;
+  const int64_t cells = problem.cell_count();
+  const std::vector<int32_t> found = pack(bytes, problem.slots / cells, limit);
+  for (size_t k = 0; k < found.size(); ++k) {
+    owners[items[k]] = static_cast<int32_t>(found[k] * cells + cell);
+  }
+  return !found.empty();
+}
+
+std::vector<int32_t> pack_cells(const AssignProblem& problem) {
+  const int64_t cells = problem.cell_count(), in_cell = problem.slots / cells;
+  std::vector<int64_t> bytes(problem.bytes);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] += in_cell * problem.cell_bytes[i];
+  std::vector<int32_t> owners = pack(bytes, cells, in_cell * problem.memory_limit);
+  for (int32_t cell = 0; cell < cells && !owners.empty(); ++cell) {
+    if (!pack_cell(problem, cell, owners)) owners.clear();
+  }
+  return owners;
+}
+
 }  // namespace
 
 std::vector<int32_t> repack(const Slots& slots, double bound) {
@@ -234,12 +269,8 @@ std::vector<int32_t> repack(const Slots& slots, double bound) {
 
 std::vector<int32_t> pack_bytes(const AssignProblem& problem) {
   if (problem.size() > kMaxItems) return {};
-  const std::vector<double> costs(problem.bytes.begin(), problem.bytes.end());
-  const std::vector<Class> classes = classify(costs, std::vector<int64_t>(problem.bytes.size()));
-  if (classes.empty()) return {};
-  Completion search(classes, {static_cast<double>(problem.memory_limit), 0, problem.slots});
-  if (!search.run()) return {};
-  return owners_of(classes, search.fillings(), problem.size());
+  if (problem.cell_bytes.empty()) return pack(problem.bytes, problem.slots, problem.memory_limit);
+  return pack_cells(problem);
 }
 
 }  // namespace dmuon::assign

@@ -1,7 +1,6 @@
 #include "engine/plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -9,6 +8,7 @@
 #include "engine/error.h"
 #include "engine/order.h"
 #include "engine/plan_input.h"
+#include "engine/plan_report.h"
 
 namespace dmuon {
 namespace {
@@ -39,27 +39,50 @@ void check(const PlanPolicy& policy) {
   }
 }
 
-// Takes what it needs out of `reader`.
+void per_slot(std::vector<double>& costs, const std::vector<char>& shared, int64_t tp) {
+  for (size_t i = 0; i < shared.size(); ++i) {
+    if (shared[i]) costs[i] /= static_cast<double>(tp);
+  }
+}
+
+// In true costs. Takes what it needs out of `reader`.
 AssignProblem make_problem(const OwnershipPlan& plan, Reader& reader) {
   const auto& names = reader.layers.names;
   const auto none = std::find(names.begin(), names.end(), "") - names.begin();
   for (int32_t& id : reader.layers.of_matrix) id = id == none ? -1 : id;
-  const bool by_cost = plan.policy.cost_model == CostModel::optimizer;
-  return {.costs = by_cost ? plan.costs : std::move(reader.weights),
-          .bytes = std::move(reader.bytes),
-          .units = std::move(reader.units.of_matrix),
-          .layers = std::move(reader.layers.of_matrix),
-          .slots = plan.mesh.ranks(),
-          .memory_limit = plan.policy.memory_limit_bytes,
-          .max_owners = plan.policy.max_owners_per_group};
+  AssignProblem problem{.costs = plan.costs,
+                        .bytes = std::move(reader.bytes),
+                        .cell_bytes = std::move(reader.cell_bytes),
+                        .shared = std::move(reader.shared),
+                        .units = std::move(reader.units.of_matrix),
+                        .layers = std::move(reader.layers.of_matrix),
+                        .slots = plan.mesh.ranks(),
+                        .cells = plan.mesh.cells(),
+                        .memory_limit = plan.policy.memory_limit_bytes,
+                        .max_owners = plan.policy.max_owners_per_group};
+  per_slot(problem.costs, problem.shared, plan.mesh.tp);
+  return problem;
 }
 
-// `order`: of falling plan.costs.
-std::vector<int32_t> make_owners(const OwnershipPlan& plan, const AssignProblem& problem,
-                                 const std::vector<int32_t>& order) {
+// `order`: of falling costs. Returns slots.
+std::vector<int32_t> assign(const OwnershipPlan& plan, const AssignProblem& problem,
+                            const std::vector<int32_t>& order, std::vector<double> weights) {
   if (plan.policy.strategy == OwnerStrategy::round_robin) return assign_round_robin(problem);
-  if (plan.policy.cost_model == CostModel::numel) return assign_lpt(problem);
-  return assign_lpt(problem, order);
+  if (plan.policy.cost_model == CostModel::optimizer) return assign_lpt(problem, order);
+  AssignProblem by_weight = problem;
+  by_weight.costs = std::move(weights);
+  per_slot(by_weight.costs, by_weight.shared, plan.mesh.tp);
+  return assign_lpt(by_weight);
+}
+
+// Slots number the cells first, then their TP ranks.
+void split_owners(OwnershipPlan& plan, const std::vector<int32_t>& slots) {
+  const auto cells = static_cast<int32_t>(plan.mesh.cells());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const bool shared = elementwise(plan.matrices[i], plan.mesh);
+    plan.owners.push_back(slots[i] % cells);
+    plan.tp_owners.push_back(shared ? 0 : slots[i] / cells);
+  }
 }
 
 std::vector<int32_t> ranks_of(const OwnershipPlan& plan) {
@@ -69,12 +92,18 @@ std::vector<int32_t> ranks_of(const OwnershipPlan& plan) {
   return ranks;
 }
 
-void split_owners(OwnershipPlan& plan, const std::vector<int32_t>& ranks) {
-  const auto tp = static_cast<int32_t>(plan.mesh.tp);
-  for (const int32_t rank : ranks) {
-    plan.owners.push_back(rank / tp);
-    plan.tp_owners.push_back(rank % tp);
+// `on_rank` gives what a matrix adds to its owner and to every TP rank of its cell.
+template <class T, class OnRank>
+std::vector<T> per_rank(const OwnershipPlan& plan, OnRank on_rank) {
+  const int64_t tp = plan.mesh.tp;
+  std::vector<T> sums(plan.mesh.ranks()), everywhere(plan.mesh.cells());
+  for (size_t i = 0; i < plan.owners.size(); ++i) {
+    const auto [own, shared] = on_rank(i);
+    sums[plan.owners[i] * tp + plan.tp_owners[i]] += own;
+    everywhere[plan.owners[i]] += shared;
   }
+  for (size_t rank = 0; rank < sums.size(); ++rank) sums[rank] += everywhere[rank / tp];
+  return sums;
 }
 
 // A counting sort: stable.
@@ -126,56 +155,6 @@ std::vector<Unit> make_units(const OwnershipPlan& plan, const std::vector<int32_
   return units;
 }
 
-// The most state that matrices whose costs fit into `load` can have, parts of matrices allowed: by
-// falling bytes per cost. No owner has more.
-int64_t most_bytes(const std::vector<double>& costs, const std::vector<int64_t>& bytes,
-                   const std::vector<int32_t>& order, double load) {
-  struct Group {
-    double density, cost;  // of all its matrices
-    bool operator<(const Group& other) const { return density < other.density; }
-  };
-  std::vector<Group> groups;
-  double most = 0;
-  for (int32_t i : order) {
-    const auto state = static_cast<double>(bytes[i]);
-    if (costs[i] == 0) {
-      most += state;
-    } else if (!groups.empty() && groups.back().density == state / costs[i]) {
-      groups.back().cost += costs[i];
-    } else {
-      groups.push_back({state / costs[i], costs[i]});
-    }
-  }
-  std::make_heap(groups.begin(), groups.end());
-  while (load > 0 && !groups.empty()) {
-    most += groups.front().density * std::min(load, groups.front().cost);
-    load -= groups.front().cost;
-    std::pop_heap(groups.begin(), groups.end());
-    groups.pop_back();
-  }
-  return static_cast<int64_t>(std::ceil(most));
-}
-
-PlanReport make_report(const OwnershipPlan& plan, const std::vector<int64_t>& bytes,
-                       const std::vector<int32_t>& order) {
-  const std::vector<double> loads = plan.loads();
-  const std::vector<int64_t> held = sum_per_slot(bytes, ranks_of(plan), plan.mesh.ranks());
-  const double total = std::accumulate(plan.costs.begin(), plan.costs.end(), 0.0);
-  const double largest = plan.costs[order.front()];
-  PlanReport report;
-  report.max_load = *std::max_element(loads.begin(), loads.end());
-  report.mean_load = total / static_cast<double>(plan.mesh.ranks());
-  report.w_star = largest > 0 ? total / largest : 0;
-  report.lower_bound = makespan_bound(plan.costs, order, plan.mesh.ranks());
-  report.max_state_bytes = *std::max_element(held.begin(), held.end());
-  report.state_bytes_bound = plan.policy.memory_limit_bytes;
-  if (report.state_bytes_bound == 0) {
-    report.state_bytes_bound =
-        std::max(report.max_state_bytes, most_bytes(plan.costs, bytes, order, report.max_load));
-  }
-  return report;
-}
-
 void add(Hasher& hasher, const Mesh& mesh, const PlanPolicy& policy) {
   for (int64_t value : {mesh.shard, mesh.replicate, mesh.tp, static_cast<int64_t>(policy.strategy),
                         static_cast<int64_t>(policy.cost_model), policy.max_owners_per_group,
@@ -208,14 +187,15 @@ OwnershipPlan make_plan(std::vector<Matrix> matrices, const Mesh& mesh, const Pl
   plan.policy = policy;
   sort_by_name(matrices);
   plan.matrices = std::move(matrices);
-  Reader reader(plan.matrices, policy);
+  Reader reader(plan.matrices, mesh, policy);
   reader.units.renumber_by_name();
   plan.costs = std::move(reader.costs);
-  const std::vector<int32_t> order = order_descending(plan.costs);
   const AssignProblem problem = make_problem(plan, reader);
-  split_owners(plan, make_owners(plan, problem, order));
+  const std::vector<int32_t> order = order_descending(problem.costs);
+  const std::vector<int32_t> slots = assign(plan, problem, order, std::move(reader.weights));
+  split_owners(plan, slots);
   plan.units = make_units(plan, problem.units, reader.units.names);
-  plan.report = make_report(plan, problem.bytes, order);
+  plan.report = make_report(plan, problem, order, slots);
   plan.digest = make_digest(plan, reader);
   return plan;
 }
@@ -229,14 +209,18 @@ int32_t OwnershipPlan::find(std::string_view name) const {
 }
 
 std::vector<double> OwnershipPlan::loads() const {
-  return sum_per_slot(costs, ranks_of(*this), mesh.ranks());
+  return per_rank<double>(*this, [&](size_t i) {
+    const bool shared = elementwise(matrices[i], mesh);
+    return shared ? std::pair(0.0, costs[i] / static_cast<double>(mesh.tp))
+                  : std::pair(costs[i], 0.0);
+  });
 }
 
 std::vector<int64_t> OwnershipPlan::state_bytes() const {
-  std::vector<int64_t> held(mesh.ranks());
-  const std::vector<int32_t> ranks = ranks_of(*this);
-  for (size_t i = 0; i < ranks.size(); ++i) held[ranks[i]] += matrices[i].state_bytes;
-  return held;
+  return per_rank<int64_t>(*this, [&](size_t i) {
+    const Held bytes = held(matrices[i], mesh);
+    return std::pair(bytes.own, bytes.everywhere);
+  });
 }
 
 std::string layer_of(std::string_view parameter, const std::vector<std::string>& containers) {

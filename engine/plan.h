@@ -22,7 +22,14 @@ struct Matrix {
   int64_t batch = 1;  // Newton-Schulz sees `batch` matrices of rows x cols
   int64_t rows = 0;
   int64_t cols = 0;
-  int64_t state_bytes = 0;  // what its owner holds: weight, fp32 master where it differs, momentum
+  // Bytes on its TP owner alone: momentum. On the adamw route there is no TP owner, and they are
+  // cut evenly over the TP ranks of the owner cell. Without tensor parallelism all may stand here:
+  // weight, fp32 master where it differs, momentum.
+  int64_t state_bytes = 0;
+  // Bytes on every TP rank of the owner cell: its shard of the weight and of the master, and of the
+  // moments on the adamw route; whole ones where the weight is not sharded. Of uneven shards, the
+  // largest.
+  int64_t shard_bytes = 0;
   Route route = Route::muon;
   std::string dtype = "float32";  // part of the digest only
 
@@ -30,8 +37,8 @@ struct Matrix {
 };
 
 // The axes of a job. An owner is one *cell*: a coordinate of the two data-parallel axes, written as
-// one number, replicate * shard_size + shard. A cell has `tp` tensor-parallel ranks; one of them,
-// the TP owner, runs Newton-Schulz.
+// one number, replicate * shard_size + shard. A cell has `tp` tensor-parallel ranks. One of them,
+// the TP owner, runs Newton-Schulz; on the adamw route all of them update their shards.
 struct Mesh {
   int64_t shard = 1;
   int64_t replicate = 1;
@@ -46,9 +53,13 @@ enum class CostModel { optimizer, numel };
 struct PlanPolicy {
   OwnerStrategy strategy = OwnerStrategy::lpt;
   CostModel cost_model = CostModel::optimizer;
-  int64_t max_owners_per_group = 0;  // at most this many owners within one unit; 0: no limit
-  int64_t memory_limit_bytes = 0;    // of owner state on one rank; 0: no limit
-  bool pack = true;                  // one transfer per (unit, owner); false: one per matrix
+  // At most this many owner cells within one unit, since each costs one transfer over the
+  // data-parallel axes; the TP ranks inside a cell share that transfer. 0: no limit.
+  int64_t max_owners_per_group = 0;
+  // Of state_bytes and shard_bytes on one rank; 0: no limit. Kept exactly, but for uneven shards,
+  // which count as the largest.
+  int64_t memory_limit_bytes = 0;
+  bool pack = true;  // one transfer per (unit, owner); false: one per matrix
   int ns_steps = 5;
   bool symmetric_products = false;  // what our kernels exploit: sets the cost model's constants
   bool direct = false;              // ns_backend="direct": the direct iteration, not gram
@@ -73,7 +84,7 @@ struct Unit {
 struct PlanReport {
   double max_load = 0;     // FLOPs of the costliest owner
   double mean_load = 0;    // over all ranks
-  double w_star = 0;       // total / largest cost: ranks beyond this many cannot help
+  double w_star = 0;       // total / largest cost on one rank: more ranks than this cannot help
   double lower_bound = 0;  // no assignment has a smaller max_load
   int64_t max_state_bytes = 0;
   int64_t state_bytes_bound = 0;  // the proven bound on max_state_bytes, or the limit where given
@@ -85,16 +96,17 @@ struct OwnershipPlan {
   std::vector<Matrix> matrices;    // sorted by name
   std::vector<double> costs;       // per matrix
   std::vector<int32_t> owners;     // per matrix, a cell
-  std::vector<int32_t> tp_owners;  // per matrix, in [0, mesh.tp)
+  std::vector<int32_t> tp_owners;  // per matrix, in [0, mesh.tp); 0 on the adamw route
   std::vector<Unit> units;         // sorted by name
   PlanReport report;
   Digest digest;
 
   // Index into `matrices`, or -1.
   int32_t find(std::string_view name) const;
-  // Per rank, which is cell * tp + TP coordinate.
-  std::vector<double> loads() const;  // FLOPs
-  std::vector<int64_t> state_bytes() const;
+  // Per rank, which is cell * tp + TP coordinate. A matrix on the adamw route counts on all TP
+  // ranks of its cell.
+  std::vector<double> loads() const;         // FLOPs
+  std::vector<int64_t> state_bytes() const;  // what memory_limit_bytes limits
 };
 
 // Throws ConfigError: a name twice, a dimension below 0, an empty list, a mesh axis below 1, a

@@ -16,6 +16,12 @@ void prefetch(const void* first, size_t bytes) {
   }
 }
 
+void check_bytes(const Matrix& matrix, const char* what, int64_t bytes) {
+  if (bytes >= 0) return;
+  throw ConfigError(
+      message("'", matrix.name, "' has ", what, " = ", bytes, "; it may not be below 0."));
+}
+
 void check(const Matrix& matrix, const Matrix* before) {
   if (before != nullptr && before->name == matrix.name) {
     throw ConfigError(message(
@@ -25,10 +31,8 @@ void check(const Matrix& matrix, const Matrix* before) {
     throw ConfigError(message("'", matrix.name, "' is ", matrix.batch, " x ", matrix.rows, " x ",
                               matrix.cols, " (batch x rows x cols); no size may be below 0."));
   }
-  if (matrix.state_bytes < 0) {
-    throw ConfigError(message("'", matrix.name, "' has state_bytes = ", matrix.state_bytes,
-                              "; it may not be below 0."));
-  }
+  check_bytes(matrix, "state_bytes", matrix.state_bytes);
+  check_bytes(matrix, "shard_bytes", matrix.shard_bytes);
 }
 
 std::vector<std::string_view> names_of(const std::vector<Matrix>& matrices) {
@@ -80,38 +84,55 @@ int32_t Ids::find(std::string_view text) {
   return entry->second;
 }
 
-Reader::Reader(const std::vector<Matrix>& sorted, const PlanPolicy& policy) {
+Reader::Reader(const std::vector<Matrix>& sorted, const Mesh& mesh, const PlanPolicy& policy) {
   for (Ids* ids : {&units, &layers}) ids->of_matrix.reserve(sorted.size());
   costs.reserve(sorted.size());
   bytes.reserve(sorted.size());
+  if (mesh.tp > 1) cell_bytes.reserve(sorted.size());
   const Matrix* before = nullptr;
   for (size_t i = 0; i < sorted.size(); ++i) {
     if (i + kAhead < sorted.size()) {
       prefetch(sorted[i + kAhead].name.data(), sorted[i + kAhead].name.size());
     }
-    add(sorted[i], before, policy);
+    add(sorted[i], before, mesh, policy);
     before = &sorted[i];
   }
+  if (!shared.empty()) shared.resize(sorted.size());
 }
 
-void Reader::add(const Matrix& m, const Matrix* before, const PlanPolicy& policy) {
+void Reader::add(const Matrix& m, const Matrix* before, const Mesh& mesh,
+                 const PlanPolicy& policy) {
   check(m, before);
+  units.add(m.unit, before != nullptr && m.unit == before->unit);
+  layers.add(m.layer, before != nullptr && m.layer == before->layer);
+  costs.push_back(newton_schulz_cost(m, policy));
+  if (policy.cost_model == CostModel::numel) weights.push_back(numel(m));
+  add_bytes(m, mesh);
+  add_digest(m, before);
+}
+
+void Reader::add_bytes(const Matrix& m, const Mesh& mesh) {
+  const Held bytes_of = held(m, mesh);
+  bytes.push_back(bytes_of.own);
+  if (mesh.tp > 1) cell_bytes.push_back(bytes_of.everywhere);
+  if (!elementwise(m, mesh)) return;
+  shared.resize(bytes.size());
+  shared.back() = 1;
+}
+
+// Bits say which texts are those before, and whether shard_bytes follow; only the others do.
+void Reader::add_digest(const Matrix& m, const Matrix* before) {
   const bool same_unit = before != nullptr && m.unit == before->unit;
   const bool same_layer = before != nullptr && m.layer == before->layer;
   const bool same_dtype = before != nullptr && m.dtype == before->dtype;
-  units.add(m.unit, same_unit);
-  layers.add(m.layer, same_layer);
-  costs.push_back(newton_schulz_cost(m, policy));
-  bytes.push_back(m.state_bytes);
-  if (policy.cost_model == CostModel::numel) weights.push_back(numel(m));
-
-  // Bits say which texts are those before; only the others follow.
   texts.add(m.name).add(int64_t{same_unit} | same_layer << 1 | same_dtype << 2);
   if (!same_unit) texts.add(m.unit);
   if (!same_layer) texts.add(m.layer);
   if (!same_dtype) texts.add(m.dtype);
-  numbers.add(static_cast<int64_t>(m.route)).add(m.batch).add(m.rows).add(m.cols);
+  const bool sharded = m.shard_bytes != 0;
+  numbers.add(static_cast<int64_t>(m.route) | sharded << 8).add(m.batch).add(m.rows).add(m.cols);
   numbers.add(m.state_bytes);
+  if (sharded) numbers.add(m.shard_bytes);
 }
 
 void sort_by_name(std::vector<Matrix>& matrices) {

@@ -1,4 +1,4 @@
-"""Planning time against a heap-based LPT in Python, and the balance of real model shapes.
+"""Planning time against a heap-based LPT in Python.
 
 Usage: python benchmarks/plan/bench_plan.py build/benchmarks/dmuon_plan_bench
 
@@ -68,13 +68,15 @@ def main() -> None:
         f"| {row['list']} | {row['matrices']} | {row['ranks']} | {row['cpu_ms']:.1f} "
         f"| {baseline_ms:.1f} | {baseline_ms / row['cpu_ms']:.1f} |"
     )
-    print("\n| list | matrices | ranks | CPU ms | max/mean | makespan/bound | plain LPT/bound |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "\n| list | matrices | ranks | tp | CPU ms | max/mean | makespan/bound | plain LPT/bound |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(
-            f"| {row['list']} | {row['matrices']} | {row['ranks']} | {row['cpu_ms']:.2f} "
-            f"| {row['max_over_mean']:.3f} | {row['makespan_over_bound']:.4f} "
-            f"| {row['lpt_over_bound']:.4f} |"
+            f"| {row['list']} | {row['matrices']} | {row['ranks']} | {row['tp']} "
+            f"| {row['cpu_ms']:.2f} | {row['max_over_mean']:.3f} "
+            f"| {row['makespan_over_bound']:.4f} | {row['lpt_over_bound']:.4f} |"
         )
 
 

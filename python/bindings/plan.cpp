@@ -22,6 +22,7 @@ void bind_plan(py::module_& m) {
       .def_readwrite("rows", &Matrix::rows)
       .def_readwrite("cols", &Matrix::cols)
       .def_readwrite("state_bytes", &Matrix::state_bytes)
+      .def_readwrite("shard_bytes", &Matrix::shard_bytes)
       .def_readwrite("route", &Matrix::route)
       .def_readwrite("dtype", &Matrix::dtype);
   py::class_<PlanPolicy>(m, "PlanPolicy")
