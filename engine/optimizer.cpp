@@ -153,29 +153,39 @@ void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symm
               "or choose nonfinite=\"skip\" or \"propagate\"."));
 }
 
-// What has its Gram matrices on the way is waited for last.
+// What has its Gram matrices on the way is waited for last. All ranks publish in one order,
+// whatever they own.
 void Optimizer::update_all(const std::vector<GroupSettings>& groups) {
-  sharded_units_.clear();
-  if (!in_shards_.empty()) start_in_shards(groups);
+  start_in_shards(groups);
   const auto& order = engine_->order();
-  for (auto unit = order.rbegin(); unit != order.rend(); ++unit) update_unit(*unit, groups);
-  if (!sharded_units_.empty()) finish_in_shards(groups);
+  for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
+    auto last = update_unit(*unit, groups);
+    if (!has_in_shards(*unit)) {
+      engine_->publish(*unit, owns_any(*unit), std::move(last));
+    } else if (last) {
+      last();
+    }
+  }
+  finish_in_shards(groups);
+  for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
+    if (has_in_shards(*unit)) engine_->publish(*unit, owns_any(*unit));
+  }
 }
 
-void Optimizer::update_unit(int unit, const std::vector<GroupSettings>& groups) {
-  const UnitStore& store = engine_->store(unit);
+bool Optimizer::has_in_shards(int unit) const {
+  return std::any_of(in_shards_.begin(), in_shards_.end(),
+                     [&](int matrix) { return engine_->place(matrix).unit == unit; });
+}
+
+bool Optimizer::owns_any(int unit) const {
+  const auto& segments = engine_->store(unit).segments();
+  return std::any_of(segments.begin(), segments.end(), [](const auto& s) { return s.owned; });
+}
+
+std::function<void()> Optimizer::update_unit(int unit, const std::vector<GroupSettings>& groups) {
   update_locally(unit, groups);
-  std::function<void()> last;
-  if (!scattering_slots(store).empty()) last = scatter(unit, groups);
-  const bool owned = std::any_of(store.segments().begin(), store.segments().end(),
-                                 [](const SegmentStore& segment) { return segment.owned; });
-  const bool waits = std::any_of(sharded_units_.begin(), sharded_units_.end(),
-                                 [&](const auto& sharded) { return sharded.first == unit; });
-  if (!waits) {
-    engine_->publish(unit, owned, std::move(last));
-  } else if (last) {
-    last();
-  }
+  if (scattering_slots(engine_->store(unit)).empty()) return {};
+  return scatter(unit, groups);
 }
 
 // What needs no other rank: the momentum and Newton-Schulz of matrices that are whole here, AdamW.
@@ -219,6 +229,8 @@ std::function<void()> Optimizer::scatter(int unit, const std::vector<GroupSettin
 }
 
 void Optimizer::start_in_shards(const std::vector<GroupSettings>& groups) {
+  sharded_units_.clear();
+  if (in_shards_.empty()) return;
   const auto& order = engine_->order();
   for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
     const UnitStore& store = engine_->store(*unit);
@@ -252,7 +264,6 @@ void Optimizer::finish_in_shards(const std::vector<GroupSettings>& groups) {
       if (piece.defined()) apply(matrix, piece, groups[groups_[matrix]]);
     }
     ns_calls_last_step_ += sharded->led();
-    engine_->publish(unit, true);
   }
   sharded_units_.clear();
 }

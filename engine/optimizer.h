@@ -75,7 +75,9 @@ class Optimizer {
   void raise_everywhere(std::string error);
   int64_t find_nonfinite(const SymmetricGradients& symmetric) const;
   void check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const;
-  void update_unit(int unit, const std::vector<GroupSettings>& groups);
+  bool has_in_shards(int unit) const;  // any matrix of it, on any rank
+  bool owns_any(int unit) const;
+  std::function<void()> update_unit(int unit, const std::vector<GroupSettings>& groups);
   at::Tensor orthogonalised(int matrix, const at::Tensor& gradient, const GroupSettings& group);
   void apply(int matrix, const at::Tensor& orthogonal, const GroupSettings& group);
   void update_locally(int unit, const std::vector<GroupSettings>& groups);

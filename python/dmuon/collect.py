@@ -185,7 +185,19 @@ def _check_same(one: Chosen, other: Chosen, key: str, a, b) -> None:
         )
 
 
-def as_matrices(model: nn.Module, chosen: list[Chosen]) -> list["_C.Matrix"]:
+def _held_bytes(c: Chosen, tp: int) -> tuple[int, int]:
+    """Of the TP owner, and of every rank of its TP group: momentum, and master with its copy in the
+    dtype that computes."""
+    computes = c.policy.param_dtype or c.parameter.dtype
+    weight = 4 + (0 if computes == torch.float32 else computes.itemsize)
+    shape = c.parameter.shape
+    largest = max(c.layout.numel_on(shape, rank) for rank in range(tp))
+    if c.policy.route == "adamw":
+        return 0, largest * (weight + 8)
+    return shape.numel() * 4, largest * weight
+
+
+def as_matrices(model: nn.Module, chosen: list[Chosen], tp: int) -> list["_C.Matrix"]:
     """What the planner sees of them."""
     repeated = containers(model)
     matrices = []
@@ -196,10 +208,7 @@ def as_matrices(model: nn.Module, chosen: list[Chosen]) -> list["_C.Matrix"]:
         matrix.batch, matrix.rows, matrix.cols = c.view
         matrix.route = getattr(_C.Route, c.policy.route)
         matrix.dtype = str(c.parameter.dtype).removeprefix("torch.")
-        numel = c.parameter.numel()
-        computes = c.policy.param_dtype or c.parameter.dtype
-        copy = 0 if computes == torch.float32 else computes.itemsize
-        matrix.state_bytes = numel * (4 + 4 + copy)
+        matrix.state_bytes, matrix.shard_bytes = _held_bytes(c, tp)
         matrices.append(matrix)
     return matrices
 

@@ -156,7 +156,7 @@ def dedicate_params(
 
 def _plan(model, chosen, axes: Axes, policy):
     shard, replicate, tp = axes.sizes
-    matrices = as_matrices(model, chosen)
+    matrices = as_matrices(model, chosen, tp)
     return _C.make_plan(matrices=matrices, shard=shard, replicate=replicate, tp=tp, policy=policy)
 
 
