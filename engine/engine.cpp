@@ -33,8 +33,13 @@ Engine::Engine(EngineConfig config, Channels channels)
   }
 }
 
-// The lanes must stop before the units they work on go away.
+// The lanes must stop before the units they work on go away. What is still to be published is: peers
+// wait for it.
 Engine::~Engine() {
+  try {
+    wait_publishes();
+  } catch (const std::exception&) {  // whoever needs it has been told, or is gone
+  }
   channels_.materialise_lane.reset();
   channels_.reduce_lane.reset();
   channels_.publish_lane.reset();

@@ -112,7 +112,7 @@ def find_axes(
     """
     if replicate_mesh is not None:
         _check_apart(mesh, replicate_mesh)
-    tp_dim, tp = _find_tp(model, _names(mesh) | _names(replicate_mesh))
+    tp_dim, tp = _find_tp(model, mesh, _names(mesh) | _names(replicate_mesh))
     axes = Axes(mesh, replicate_mesh, tp, tp_dim)
     return replace(axes, job=_job(axes, independent_dims))
 
@@ -136,12 +136,15 @@ def _text(mesh: DeviceMesh) -> str:
     return f"{mesh.mesh_dim_names or ''} of {mesh.size()} ranks"
 
 
-def _find_tp(model: nn.Module, dp_names: set[str]) -> tuple[str | None, DeviceMesh | None]:
+def _find_tp(
+    model: nn.Module, mesh: DeviceMesh, dp_names: set[str]
+) -> tuple[str | None, DeviceMesh | None]:
     """The one mesh dim over which parameters are DTensors, data-parallel dims apart."""
     first = None
     for name, _, _, parameter in slots(model):
-        if not isinstance(parameter, DTensor) or not parameter.device_mesh.mesh_dim_names:
+        if not isinstance(parameter, DTensor):
             continue
+        _check_named(name, parameter, mesh)
         _check_not_data_parallel(name, parameter, dp_names)
         dims = tp_dims(parameter, dp_names)
         if not dims:
@@ -152,16 +155,28 @@ def _find_tp(model: nn.Module, dp_names: set[str]) -> tuple[str | None, DeviceMe
                 "ones; one tensor-parallel dim is supported. Flatten them into one mesh dim."
             )
         whole = parameter.device_mesh
-        mesh = whole if whole.ndim == 1 else whole[dims[0]]
+        tp = whole if whole.ndim == 1 else whole[dims[0]]
         if first is None:
-            first = (name, dims[0], mesh)
-        elif ranks_of(first[2]) != ranks_of(mesh):
+            first = (name, dims[0], tp)
+        elif ranks_of(first[2]) != ranks_of(tp):
             raise ValueError(
                 f"parameters {first[0]!r} ({first[1]!r}) and {name!r} ({dims[0]!r}) are "
                 "tensor-parallel over different ranks; one tensor-parallel axis is supported. Use one "
                 "mesh dim for all parallelize_module calls."
             )
     return (first[1], first[2]) if first else (None, None)
+
+
+def _check_named(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    names = parameter.device_mesh.mesh_dim_names
+    if names and mesh.mesh_dim_names:
+        return
+    raise ValueError(
+        f"parameter {name!r} is a DTensor, and "
+        f"{'the mesh given to dedicate_params' if names else 'its mesh'} has no dim names, so its "
+        "tensor-parallel axis cannot be told from the data-parallel one. Make the mesh with "
+        "init_device_mesh(..., mesh_dim_names=(...))."
+    )
 
 
 def _check_not_data_parallel(name: str, parameter: DTensor, dp_names: set[str]) -> None:

@@ -1,5 +1,7 @@
 """What a model under dmuon has: the engine, its parameters, its hooks."""
 
+import atexit
+import contextlib
 import warnings
 import weakref
 from dataclasses import dataclass, field
@@ -233,7 +235,16 @@ class Runtime:
 
 
 def register(model: nn.Module, runtime: Runtime) -> None:
+    if not _runtimes:
+        atexit.register(_drain)
     _runtimes[model] = runtime
+
+
+def _drain() -> None:
+    """At exit: peers wait for the publishes that this rank has not sent yet."""
+    for runtime in runtimes():
+        with contextlib.suppress(Exception):
+            runtime.engine.wait_publishes()
 
 
 def runtimes() -> list[Runtime]:
