@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from grids import STEPS, Grid
 from models import block_matrices
+from parity import LAYERS
 from support import Figure, run_ranks
 
 GRID = Grid(shard=2, tp=2)
 CHANNELS = ("tp_gather", "tp_scatter")
-REUSE = ("gather", "scatter", "all")
+# By form: what is left where all units are of one size.
+REUSE = {"gather": 0.5 + 0.5 / LAYERS, "scatter": 0.5 + 0.5 / LAYERS, "all": 1 / LAYERS}
+FLAGS = 1.01  # beside the payload: whether there was a gradient
 
 
 @dataclass
@@ -45,7 +48,11 @@ def gram_figures(ranks: list[Seen]) -> list[Figure]:
     saved, differences = ranks[0].saved, ranks[0].differences
     matrices = len(block_matrices(parity.initial_model()))
     return [
-        Figure("tp_distributed_gram: bytes on the tp axis, with / without", shards / whole, 1),
+        Figure(
+            "tp_distributed_gram: bytes on the tp axis, with / without",
+            shards / whole,
+            FLAGS * (1 - saved / whole),
+        ),
         Figure("  as the report says", 1 - saved / whole),
         Figure(f"  matrices in shards, of {matrices}", ranks[0].in_shards),
         Figure("  KiB a step without", whole / 1024),
@@ -68,9 +75,9 @@ def staging_figures(ranks: list[Seen]) -> list[Figure]:
             Figure(
                 f"tp_buffer_reuse={form!r}: peak staging, with / without",
                 peak[form] / peak["none"],
-                1,
+                FLAGS * left,
             )
-            for form in REUSE
+            for form, left in REUSE.items()
         ),
         Figure("  without: KiB on the rank with the most", peak["none"] / 1024),
     ]
