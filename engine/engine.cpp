@@ -33,8 +33,8 @@ Engine::Engine(EngineConfig config, Channels channels)
   }
 }
 
-// The lanes must stop before the units they work on go away. What is still to be published is: peers
-// wait for it.
+// The lanes must stop before the units they work on go away. What is still to be published is:
+// peers wait for it.
 Engine::~Engine() {
   try {
     wait_publishes();
@@ -67,6 +67,11 @@ void Engine::set_value(int matrix, const at::Tensor& value) {
   auto& unit = units_[places_[matrix].unit];
   unit.published.wait();
   unit.store.set_value(places_[matrix].slot, value);
+  mark_changed(matrix);
+}
+
+void Engine::mark_changed(int matrix) {
+  auto& unit = units_[places_[matrix].unit];
   unit.stale = true;
   release(unit);
 }
@@ -97,12 +102,21 @@ void Engine::enter(int boundary) {
   if (recomputing) begin_pass();
   for (const int u : config_.boundaries[boundary]) {
     auto& unit = units_[u];
+    require_adopted(unit);
     advance(unit, UnitCall::enter);
     ++unit.depth;
     unit.store.verify(plan());
     if (!unit.armed) forget_cleared(unit);
     recomputing ? fetch(unit) : materialise(unit);
     watch(unit);
+  }
+}
+
+void Engine::require_adopted(const UnitRuntime& unit) {
+  if (!unit.store.adopted()) {
+    throw ConfigError(message("unit '", unit.store.name(),
+                              "' is used while its parameters are still on the meta device. Call "
+                              "model.to_empty(device=...) and initialise them first."));
   }
 }
 
@@ -143,12 +157,20 @@ void Engine::leave(int boundary, const std::vector<at::Tensor>& outputs) {
   }
 }
 
+bool Engine::resident(const UnitRuntime& unit) const {
+  return config_.adapter->residency(unit.index) == Residency::resident;
+}
+
+void Engine::show_residents() {
+  for (const int u : config_.order) {
+    if (resident(units_[u]) && units_[u].store.adopted()) materialise(units_[u]);
+  }
+}
+
 void Engine::materialise(UnitRuntime& unit) {
-  if (unit.store.shown()) return;
-  if (!unit.store.adopted()) {
-    throw ConfigError(message("unit '", unit.store.name(),
-                              "' is used while its parameters are still on the meta device. Call "
-                              "model.to_empty(device=...) and initialise them first."));
+  if (unit.store.shown() && !unit.stale) {
+    if (resident(unit)) unit.published.wait();
+    return;
   }
   if (!unit.store.prepared()) unit.published.wait();
   unit.store.prepare(config_.adapter->compute_dtype(unit.index));
@@ -166,6 +188,7 @@ void Engine::materialise(UnitRuntime& unit) {
 
 void Engine::release(UnitRuntime& unit) {
   unit.keep = false;
+  if (resident(unit)) return;
   unit.store.release();
 }
 

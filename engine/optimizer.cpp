@@ -259,11 +259,12 @@ void Optimizer::finish_in_shards(const std::vector<GroupSettings>& groups) {
     }
   }
   for (auto& [unit, sharded] : sharded_units_) {
-    for (const auto& [slot, piece] : sharded->results()) {
+    for (const auto& [slot, piece, led] : sharded->results()) {
       const int matrix = engine_->store(unit).slots()[slot].matrix;
       if (piece.defined()) apply(matrix, piece, groups[groups_[matrix]]);
+      ns_per_matrix_[matrix] += led;
+      ns_calls_last_step_ += led;
     }
-    ns_calls_last_step_ += sharded->led();
   }
   sharded_units_.clear();
 }

@@ -187,15 +187,11 @@ std::vector<ShardedNewtonSchulz::Result> ShardedNewtonSchulz::results() const {
   std::vector<Result> results;
   for (const auto& member : members_) {
     const auto& sizes = unit_.slots()[member.slot].sizes;
-    results.push_back(
-        {member.slot, member.shard ? member.shard->result().view(sizes) : at::Tensor()});
+    results.push_back({member.slot,
+                       member.shard ? member.shard->result().view(sizes) : at::Tensor(),
+                       member.led && flag_of(member.mine)});
   }
   return results;
-}
-
-int ShardedNewtonSchulz::led() const {
-  return static_cast<int>(std::count_if(members_.begin(), members_.end(),
-                                        [](const Member& m) { return m.led && flag_of(m.mine); }));
 }
 
 }  // namespace dmuon

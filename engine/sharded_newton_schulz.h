@@ -52,9 +52,9 @@ class ShardedNewtonSchulz {
   struct Result {
     int slot = 0;
     at::Tensor piece;  // in the parameter's sizes; undefined where there was no shard
+    bool led = false;  // by this rank
   };
   std::vector<Result> results() const;
-  int led() const;  // how many of them this rank led
 
  private:
   struct Member {

@@ -49,8 +49,8 @@ class UnitStore {
              std::shared_ptr<TensorWrapper> wrapper);
   bool adopted() const;
 
-  // Writes a new value, this rank's part of it, into the owner's master and buffer; nothing
-  // elsewhere.
+  // Writes a new value, this rank's part of it, into the owner's master and the holders' buffers;
+  // nothing elsewhere.
   void set_value(int slot, const at::Tensor& value);
   at::Tensor master(int slot) const;  // owner only, in the parameter's sizes
 
