@@ -175,6 +175,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release_finished(int boundary);
   void issue_ready();
   void issue(UnitRuntime& unit);
+  static std::vector<at::Tensor> take_local(UnitRuntime& unit);
   void start(UnitRuntime& unit);
   void start_gather(UnitRuntime& unit);
   void equalise(UnitRuntime& unit);
