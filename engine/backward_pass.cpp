@@ -3,20 +3,11 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "engine/engine.h"
 #include "engine/error.h"
-#include "engine/stopwatch.h"
 
 namespace dmuon {
-namespace {
-
-// Bytes. Handing work to another thread and back costs about 10 us, in which one core sums 100 kB.
-constexpr int64_t kWorthAThread = 1 << 20;
-
-}  // namespace
-
 // Called before autograd uses the gradient of an output of the boundary, once for each call of it.
 void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
   release_finished(boundary);
@@ -164,115 +155,6 @@ void Engine::issue_ready() {
   }
 }
 
-void Engine::issue(UnitRuntime& unit) {
-  const int u = unit.index;
-  arm(unit);
-  collect(unit);
-  std::vector<at::Tensor> gradients;
-  for (auto& slot : unit.store.slots()) {
-    keep_local(slot);
-    gradients.push_back(std::exchange(slot.local, at::Tensor()));
-  }
-  advance(unit, UnitCall::reduce);
-  unit.issued = true;
-  unit.refired = false;
-  ++counters_.reductions;
-  note(reduce_sequence_, u);
-  unit.reduction =
-      std::make_unique<Reduction>(unit.store, std::move(gradients),
-                                  config_.adapter->reduce_dtype(u), config_.adapter->divisor(u));
-  unit.gathering = channels_.tp_gather ? gathering_slots(unit.store) : std::vector<int>();
-  start(unit);
-}
-
-// On the host the training thread issues, so that all ranks issue in one order, and the backend's
-// threads carry; what is then worth a thread of ours is summed beside backward, the rest when it is
-// collected. On an accelerator all of it is enqueued on the lane.
-void Engine::start(UnitRuntime& unit) {
-  Reduction& reduction = *unit.reduction;
-  if (!reduction.on_host()) {
-    unit.reduced = channels_.reduce_lane->submit([this, &reduction] {
-      reduction.start(*channels_.reduce);
-      reduction.finish(channels_.replicate_reduce.get());
-    });
-    start_gather(unit);
-    return;
-  }
-  reduction.start(*channels_.reduce);
-  Transport* const replicate = channels_.replicate_reduce.get();
-  unit.finish_here = reduction.nbytes() < kWorthAThread && !replicate && unit.gathering.empty();
-  if (!unit.finish_here) {
-    unit.reduced =
-        channels_.reduce_lane->submit([&reduction, replicate] { reduction.finish(replicate); });
-  }
-  start_gather(unit);
-}
-
-// Adds what this pass has brought to what earlier ones have left, in float32.
-void Engine::keep_local(Slot& slot) {
-  const at::Tensor fresh =
-      slot.unwrapped(std::exchange(slot.parameter.mutable_grad(), at::Tensor()));
-  if (!fresh.defined()) return;
-  if (!slot.local.defined()) {
-    slot.local = fresh;
-    return;
-  }
-  if (slot.local.scalar_type() != at::kFloat) slot.local = slot.local.to(at::kFloat);
-  slot.local.add_(fresh);
-}
-
-// The reduction in flight, if any, is added to what earlier passes have brought to the owner.
-void Engine::collect(UnitRuntime& unit) {
-  if (!unit.reduction) return;
-  if (std::exchange(unit.finish_here, false))
-    unit.reduction->finish(nullptr);
-  else
-    unit.reduced.wait();
-  if (!unit.gathering.empty()) {
-    const auto start = std::chrono::steady_clock::now();
-    unit.gathered.wait();
-    counters_.tp_wait_us += microseconds_since(start);
-    counters_.tp_gather_us += std::exchange(unit.gather_us, 0);
-  }
-  add_reduced(unit);
-  unit.reduction.reset();
-  unit.gathering.clear();
-  unit.wholes.clear();
-}
-
-void Engine::add_reduced(UnitRuntime& unit) {
-  auto& slots = unit.store.slots();
-  const auto add = [](at::Tensor& sum, const at::Tensor& term) {
-    if (sum.defined() && term.defined())
-      sum.add_(term);
-    else if (term.defined())
-      sum = term;
-  };
-  size_t next = 0;
-  for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
-    Slot& slot = slots[s];
-    const bool gathers = next < unit.gathering.size() && unit.gathering[next] == s;
-    const bool together = slot.gathered_matches();
-    add(slot.reduced, unit.reduction->result(s));
-    if (!gathers) continue;
-    add(slot.gathered, unit.wholes[next++]);
-    if (together) slot.note_gathered();
-  }
-}
-
-void Engine::hand_out(UnitRuntime& unit) {
-  for (auto& slot : unit.store.slots()) {
-    if (unit.refired || !unit.issued) keep_local(slot);
-    if (slot.reduced.defined() && slot.local.defined()) {
-      // On top of a reduced gradient, and not reduced: this rank's part of the mean.
-      slot.reduced.add_(std::exchange(slot.local, at::Tensor()),
-                        1 / config_.adapter->divisor(unit.index));
-    }
-    slot.show_gradient(slot.reduced.defined() ? slot.reduced : slot.local);
-  }
-  unit.armed = unit.issued = unit.refired = false;
-}
-
 // The same collectives on every rank, whatever part of the model this rank has used.
 void Engine::end_pass() {
   while (fetched_ < pass_order_.size()) fetch_next();
@@ -289,16 +171,6 @@ void Engine::end_pass() {
   }
   in_pass_ = false;
   wait_reductions();
-}
-
-void Engine::wait_reductions() {
-  if (in_pass_) return;
-  const auto start = std::chrono::steady_clock::now();
-  for (auto& unit : units_) {
-    collect(unit);
-    if (unit.armed) hand_out(unit);
-  }
-  counters_.reduce_wait_us += microseconds_since(start);
 }
 
 // The first gradient of a unit none of whose outputs could be hooked. If autograd has added it in

@@ -174,10 +174,7 @@ void Engine::materialise(UnitRuntime& unit) {
   }
   if (!unit.store.prepared()) unit.published.wait();
   unit.store.prepare(config_.adapter->compute_dtype(unit.index));
-  if (std::exchange(unit.stale, false)) {
-    if (channels_.tp_scatter) equalise(unit);
-    if (channels_.publish) submit_publish(unit, false, {});
-  }
+  if (unit.stale) submit_publish(unit, false, {});
   const auto& parts = unit.store.allocate();
   if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
   channels_.materialise_lane->run(
@@ -231,7 +228,7 @@ void Engine::publish(int u, bool owned, std::function<void()> last) {
 }
 
 void Engine::submit_publish(UnitRuntime& unit, bool owned, std::function<void()> last) {
-  unit.stale = false;
+  if (std::exchange(unit.stale, false) && channels_.tp_scatter) equalise(unit);
   const bool refreshes = owned && unit.store.refreshes();
   if (!refreshes && !channels_.publish && !last) return;
   unit.published = channels_.publish_lane->submit([this, &unit, refreshes, last = std::move(last)] {

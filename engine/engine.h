@@ -152,8 +152,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool keep = false;     // no output to hook: stays whole until the backward pass ends
     bool outer = false;    // its boundary holds others: its operations come before and after theirs
     std::unique_ptr<Reduction> reduction;
-    bool finish_here = false;        // no lane finishes the reduction: whoever collects it does
-    bool stale = true;               // other replicas' holders have not got the owner's values
+    bool finish_here = false;  // no lane finishes the reduction: whoever collects it does
+    bool stale = true;  // values set: other replicas and TP ranks may have others than the owner
     std::vector<int> gathering;      // slots whose gradient of this pass is being gathered
     std::vector<at::Tensor> wholes;  // parallel: what has come of it
     int64_t gather_us = 0;
@@ -182,6 +182,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release_finished(int boundary);
   void issue_ready();
   void issue(UnitRuntime& unit);
+  static std::vector<at::Tensor> take_local(UnitRuntime& unit);
   void start(UnitRuntime& unit);
   void start_gather(UnitRuntime& unit);
   void equalise(UnitRuntime& unit);

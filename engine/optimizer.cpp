@@ -7,27 +7,14 @@
 #include <algorithm>
 #include <functional>
 
-#include "engine/digest.h"
-#include "engine/error.h"
 #include "engine/gradients.h"
 #include "engine/tp_exchange.h"
 #include "kernels/adamw.h"
-#include "kernels/sum_pieces.h"
 
 namespace dmuon {
 namespace {
 
 const auto kFloat32 = at::TensorOptions().dtype(at::kFloat);
-
-int64_t settings_hash(const std::vector<GroupSettings>& groups) {
-  Hasher hasher;
-  for (const auto& g : groups) {
-    for (const double value : {g.lr, g.weight_decay, g.momentum, g.beta1, g.beta2, g.eps}) {
-      hasher.add(value);
-    }
-  }
-  return static_cast<int64_t>(hasher.digest().words[0]);
-}
 
 }  // namespace
 
@@ -94,65 +81,6 @@ bool Optimizer::step(const std::vector<GroupSettings>& groups, const SymmetricGr
   return goes_on;
 }
 
-StepWord Optimizer::word(const std::vector<GroupSettings>& groups,
-                         const SymmetricGradients& symmetric) {
-  StepWord word{.any_gradient = !symmetric.tensors.empty(),
-                .sequence = engine_->take_sequence_hash(),
-                .settings = settings_hash(groups),
-                .failed = engine_->has_local_gradients(),
-                .gather_again = !engine_->gathers_are_current()};
-  for (size_t m = 0; m < state_.size(); ++m) {
-    word.any_gradient |= owned_gradient(*engine_, static_cast<int>(m)).defined();
-  }
-  if (config_.nonfinite != Nonfinite::propagate) word.nonfinite = find_nonfinite(symmetric);
-  return word;
-}
-
-// 1 + index: matrices first, then symmetric parameters.
-int64_t Optimizer::find_nonfinite(const SymmetricGradients& symmetric) const {
-  for (size_t m = 0; m < state_.size(); ++m) {
-    const at::Tensor gradient = owned_gradient(*engine_, static_cast<int>(m));
-    if (gradient.defined() && !all_finite(gradient)) return static_cast<int64_t>(m) + 1;
-  }
-  for (size_t i = 0; i < symmetric.tensors.size(); ++i) {
-    if (!all_finite(symmetric.tensors[i])) {
-      return static_cast<int64_t>(state_.size() + symmetric.indices[i]) + 1;
-    }
-  }
-  return 0;
-}
-
-void Optimizer::raise_everywhere(std::string error) {
-  if (error.empty() && engine_->has_local_gradients()) {
-    error =
-        "step() after backward passes under no_sync whose gradients were never reduced. Run the "
-        "last micro-batch's backward outside of no_sync, or call zero_grad() to drop them.";
-  }
-  agree(engine_->control(), {.error = std::move(error)});
-}
-
-void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const {
-  if (verdict.sequence_differs) {
-    throw RuntimeFailure(
-        "the ranks ran different forward or backward passes since the last step; their weights may "
-        "already differ. Every rank must call the same modules in the same order.");
-  }
-  if (verdict.settings_differ) {
-    throw ConfigError(
-        "the ranks have different learning rates or other settings (lr, momentum, weight_decay, "
-        "betas, eps) in param_groups. Set them alike on every rank.");
-  }
-  if (!verdict.nonfinite || config_.nonfinite != Nonfinite::raise) return;
-  const size_t index = static_cast<size_t>(verdict.nonfinite - 1);
-  const auto& matrices = engine_->plan().matrices;
-  const std::string name =
-      index < matrices.size() ? matrices[index].name : symmetric.names[index - matrices.size()];
-  throw RuntimeFailure(
-      message("the gradient of '", name,
-              "' is not finite. Nothing was updated. Lower the learning rate or clip, "
-              "or choose nonfinite=\"skip\" or \"propagate\"."));
-}
-
 // What has its Gram matrices on the way is waited for last. All ranks publish in one order,
 // whatever they own.
 void Optimizer::update_all(const std::vector<GroupSettings>& groups) {
@@ -198,13 +126,14 @@ void Optimizer::update_locally(int unit, const std::vector<GroupSettings>& group
     if (engine_->plan().matrices[slot.matrix].route == Route::adamw) {
       update_adamw(slot.matrix, gradient, group);
     } else {
-      apply(slot.matrix, orthogonalised(slot.matrix, gradient, group), group);
+      apply(*engine_, config_.adjust_lr, slot.matrix, orthogonalised(slot.matrix, gradient, group),
+            group);
     }
   }
 }
 
 // The TP owners' updates go to the ranks that hold the shards, beside the next Newton-Schulz. What
-// is returned waits for them and applies them.
+// is returned waits for them and applies them; it may outlive the optimizer, not the engine.
 std::function<void()> Optimizer::scatter(int unit, const std::vector<GroupSettings>& groups) {
   const UnitStore& store = engine_->store(unit);
   std::vector<at::Tensor> updates;
@@ -220,10 +149,11 @@ std::function<void()> Optimizer::scatter(int unit, const std::vector<GroupSettin
   if (engine_->scatter_staging().shared()) engine_->wait_publishes();
   auto moving =
       std::make_shared<UpdateScatter>(store, updates, *engine_->tp(), engine_->scatter_staging());
-  return [this, moving, matrices] {
+  return [engine = engine_.get(), adjust = config_.adjust_lr, moving, matrices] {
     const std::vector<at::Tensor> pieces = moving->finish();
     for (size_t i = 0; i < pieces.size(); ++i) {
-      if (pieces[i].defined()) apply(matrices[i].first, pieces[i], matrices[i].second);
+      const auto& [matrix, group] = matrices[i];
+      if (pieces[i].defined()) apply(*engine, adjust, matrix, pieces[i], group);
     }
   };
 }
@@ -261,7 +191,8 @@ void Optimizer::finish_in_shards(const std::vector<GroupSettings>& groups) {
   for (auto& [unit, sharded] : sharded_units_) {
     for (const auto& [slot, piece, led] : sharded->results()) {
       const int matrix = engine_->store(unit).slots()[slot].matrix;
-      if (piece.defined()) apply(matrix, piece, groups[groups_[matrix]]);
+      const GroupSettings& group = groups[groups_[matrix]];
+      if (piece.defined()) apply(*engine_, config_.adjust_lr, matrix, piece, group);
       ns_per_matrix_[matrix] += led;
       ns_calls_last_step_ += led;
     }
@@ -291,12 +222,13 @@ at::Tensor Optimizer::orthogonalised(int matrix, const at::Tensor& gradient,
 }
 
 // `orthogonal`: what this rank holds of it.
-void Optimizer::apply(int matrix, const at::Tensor& orthogonal, const GroupSettings& group) {
-  const Matrix& shape = engine_->plan().matrices[matrix];
-  const auto place = engine_->place(matrix);
-  at::Tensor weight = engine_->store(place.unit).master(place.slot);
+void Optimizer::apply(Engine& engine, AdjustLr adjust, int matrix, const at::Tensor& orthogonal,
+                      const GroupSettings& group) {
+  const Matrix& shape = engine.plan().matrices[matrix];
+  const auto place = engine.place(matrix);
+  at::Tensor weight = engine.store(place.unit).master(place.slot);
   apply_update(weight, orthogonal, group.lr, group.weight_decay,
-               adjusted_scale(config_.adjust_lr, shape.rows, shape.cols));
+               adjusted_scale(adjust, shape.rows, shape.cols));
 }
 
 void Optimizer::update_adamw(int matrix, const at::Tensor& gradient, const GroupSettings& group) {

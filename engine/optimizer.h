@@ -79,7 +79,8 @@ class Optimizer {
   bool owns_any(int unit) const;
   std::function<void()> update_unit(int unit, const std::vector<GroupSettings>& groups);
   at::Tensor orthogonalised(int matrix, const at::Tensor& gradient, const GroupSettings& group);
-  void apply(int matrix, const at::Tensor& orthogonal, const GroupSettings& group);
+  static void apply(Engine& engine, AdjustLr adjust, int matrix, const at::Tensor& orthogonal,
+                    const GroupSettings& group);
   void update_locally(int unit, const std::vector<GroupSettings>& groups);
   std::function<void()> scatter(int unit, const std::vector<GroupSettings>& groups);
   void start_in_shards(const std::vector<GroupSettings>& groups);

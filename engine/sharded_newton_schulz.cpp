@@ -3,14 +3,11 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <numeric>
+
+#include "engine/transport_checks.h"
 
 namespace dmuon {
 namespace {
-
-int64_t sum(const std::vector<int64_t>& counts) {
-  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
-}
 
 // The dim that all shards share, and the length of the one that is cut.
 int64_t order_of(const Matrix& matrix, CutDim cut) {
@@ -21,9 +18,10 @@ int64_t cut_of(const Matrix& matrix, CutDim cut) {
 }
 
 bool flag_of(const at::Tensor& message) {
-  const at::Tensor flag = message.narrow(0, message.size(0) - 1, 1);
-  return flag.item<float>() != 0;
+  return message.narrow(0, message.size(0) - 1, 1).item<float>() != 0;
 }
+
+void set_flag(const at::Tensor& message) { message.narrow(0, message.size(0) - 1, 1).fill_(1); }
 
 at::Tensor without_flag(const at::Tensor& message) {
   return message.narrow(0, 0, message.size(0) - 1);
@@ -95,77 +93,92 @@ std::vector<int64_t> ShardedNewtonSchulz::to_owners() const {
   return counts;
 }
 
-std::vector<int64_t> ShardedNewtonSchulz::from_members() const {
+int64_t ShardedNewtonSchulz::led_elements() const {
   int64_t led = 0;
   for (const auto& member : members_) led += member.led ? member.elements : 0;
-  std::vector<int64_t> counts(tp_.size(), led);
+  return led;
+}
+
+std::vector<int64_t> ShardedNewtonSchulz::from_members() const {
+  std::vector<int64_t> counts(tp_.size(), led_elements());
   counts[tp_.rank()] = 0;
   return counts;
 }
 
-at::Tensor ShardedNewtonSchulz::options_empty(int64_t numel) const {
+at::Tensor ShardedNewtonSchulz::empty_message(int64_t numel) const {
   const auto& inner = unit_.slots().front().inner;
   return at::empty({numel}, inner.options().dtype(at::kFloat).requires_grad(false));
 }
 
 void ShardedNewtonSchulz::exchange(const std::vector<int64_t>& send_counts,
                                    const std::vector<int64_t>& recv_counts) {
-  received_ = options_empty(sum(recv_counts));
+  received_ = empty_message(sum(recv_counts));
   pending_ = tp_.start_exchange(received_, recv_counts, sent_, send_counts, unit_.name());
 }
 
 // To the owners in rank order, each owner's members in the order of the slots.
 void ShardedNewtonSchulz::send_grams() {
   const std::vector<int64_t> counts = to_owners();
-  sent_ = options_empty(sum(counts));
+  sent_ = empty_message(sum(counts));
   int64_t at = 0;
-  for (int r = 0; r < tp_.size(); ++r) {
+  for (int owner = 0; owner < tp_.size(); ++owner) {
     for (auto& member : members_) {
-      if (member.owner != r) continue;
+      if (member.owner != owner) continue;
       member.mine =
-          member.led ? options_empty(member.elements) : sent_.narrow(0, at, member.elements);
+          member.led ? empty_message(member.elements) : sent_.narrow(0, at, member.elements);
       at += member.led ? 0 : member.elements;
-      member.mine.zero_();
-      if (!member.shard) continue;
-      member.shard->gram(without_flag(member.mine));
-      member.mine.narrow(0, member.elements - 1, 1).fill_(1);
+      write_gram(member);
     }
   }
   exchange(counts, from_members());
 }
 
+void ShardedNewtonSchulz::write_gram(Member& member) const {
+  member.mine.zero_();
+  if (!member.shard) return;
+  member.shard->gram(without_flag(member.mine));
+  set_flag(member.mine);
+}
+
+// Every rank gets the same.
 void ShardedNewtonSchulz::send_factors() {
   pending_->wait();
-  const std::vector<int64_t> counts = from_members();
   const at::Tensor grams = received_;
-  const int64_t stride = tp_.size() > 1 ? sum(counts) / (tp_.size() - 1) : 0;
-  sent_ = options_empty(sum(counts));
+  const int64_t others = tp_.size() - 1;
+  sent_ = empty_message(others * led_elements());
+  const at::Tensor factors = sent_.view({others, led_elements()});
   int64_t at = 0;
   for (auto& member : members_) {
     if (!member.led) continue;
-    std::vector<at::Tensor> payloads;
-    bool present = false;
-    for (int r = 0, before = 0; r < tp_.size(); ++r) {
-      const bool own = r == tp_.rank();
-      const at::Tensor message =
-          own ? member.mine : grams.narrow(0, stride * before + at, member.elements);
-      before += own ? 0 : 1;
-      if (!flag_of(message)) continue;
-      present = true;
-      payloads.push_back(without_flag(message));
-    }
-    const at::Tensor factor = options_empty(member.elements).zero_();
-    if (present) {
-      member.led->round(payloads, without_flag(factor));
-      factor.narrow(0, member.elements - 1, 1).fill_(1);
-    }
-    for (int r = 0; r < tp_.size() - 1; ++r) {
-      sent_.narrow(0, stride * r + at, member.elements).copy_(factor);
-    }
-    member.mine = factor;
+    member.mine = factor_of(member, payloads_of(member, grams, at));
+    factors.narrow(1, at, member.elements).copy_(member.mine);
     at += member.elements;
   }
-  exchange(counts, to_owners());
+  exchange(from_members(), to_owners());
+}
+
+// Of the ranks that have a shard, in rank order. `offset`: in each rank's message.
+std::vector<at::Tensor> ShardedNewtonSchulz::payloads_of(const Member& member,
+                                                         const at::Tensor& grams,
+                                                         int64_t offset) const {
+  std::vector<at::Tensor> payloads;
+  for (int r = 0; r < tp_.size(); ++r) {
+    const int64_t before = r < tp_.rank() ? r : r - 1;
+    const at::Tensor message =
+        r == tp_.rank() ? member.mine
+                        : grams.narrow(0, before * led_elements() + offset, member.elements);
+    if (flag_of(message)) payloads.push_back(without_flag(message));
+  }
+  return payloads;
+}
+
+at::Tensor ShardedNewtonSchulz::factor_of(Member& member,
+                                          const std::vector<at::Tensor>& payloads) const {
+  const at::Tensor factor = empty_message(member.elements).zero_();
+  if (payloads.empty()) return factor;
+  member.led->round(payloads, without_flag(factor));
+  set_flag(factor);
+  return factor;
 }
 
 void ShardedNewtonSchulz::apply_factors() {
@@ -187,9 +200,9 @@ std::vector<ShardedNewtonSchulz::Result> ShardedNewtonSchulz::results() const {
   std::vector<Result> results;
   for (const auto& member : members_) {
     const auto& sizes = unit_.slots()[member.slot].sizes;
-    results.push_back({member.slot,
-                       member.shard ? member.shard->result().view(sizes) : at::Tensor(),
-                       member.led && flag_of(member.mine)});
+    results.push_back({.slot = member.slot,
+                       .piece = member.shard ? member.shard->result().view(sizes) : at::Tensor(),
+                       .led = member.led && flag_of(member.mine)});
   }
   return results;
 }

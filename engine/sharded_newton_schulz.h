@@ -52,7 +52,7 @@ class ShardedNewtonSchulz {
   struct Result {
     int slot = 0;
     at::Tensor piece;  // in the parameter's sizes; undefined where there was no shard
-    bool led = false;  // by this rank
+    bool led = false;  // this rank was the owner, and some rank had a shard
   };
   std::vector<Result> results() const;
 
@@ -68,8 +68,13 @@ class ShardedNewtonSchulz {
 
   std::vector<int64_t> to_owners() const;  // elements per TP rank
   std::vector<int64_t> from_members() const;
+  int64_t led_elements() const;  // of what this rank leads, between it and each other rank
+  void write_gram(Member& member) const;
+  std::vector<at::Tensor> payloads_of(const Member& member, const at::Tensor& grams,
+                                      int64_t offset) const;
+  at::Tensor factor_of(Member& member, const std::vector<at::Tensor>& payloads) const;
   void exchange(const std::vector<int64_t>& send_counts, const std::vector<int64_t>& recv_counts);
-  at::Tensor options_empty(int64_t numel) const;
+  at::Tensor empty_message(int64_t numel) const;
 
   const OwnershipPlan& plan_;
   const UnitStore& unit_;

@@ -2,9 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
-#include <numeric>
-
+#include "engine/transport_checks.h"
 #include "kernels/pack.h"
 
 namespace dmuon {
@@ -20,13 +18,6 @@ std::vector<int> slots_with(const UnitStore& unit, bool Slot::*takes_part) {
   return chosen;
 }
 
-int64_t numel_on(const Slot& slot, int tp) {
-  return slot.layout.cut() ? slot.layout.numel_on(tp) : slot.numel;
-}
-
-// A piece travels with one element behind it: 1 where there is one.
-int64_t travelling(const Slot& slot, int tp) { return numel_on(slot, tp) + 1; }
-
 bool present(const at::Tensor& buffer, int64_t flag) {
   return buffer.is_cpu() ? buffer.data_ptr<float>()[flag] != 0 : buffer[flag].item<float>() != 0;
 }
@@ -34,10 +25,6 @@ bool present(const at::Tensor& buffer, int64_t flag) {
 void pack_piece(const at::Tensor& buffer, int64_t offset, int64_t numel, const at::Tensor& piece) {
   pack_one(buffer, offset, numel, piece);
   pack_flags(buffer, offset + numel, &piece, 1);
-}
-
-int64_t total(const std::vector<int64_t>& counts) {
-  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
 // Calls f(range in the whole, range in the piece) for what TP rank `tp` holds of a cut matrix.
@@ -70,31 +57,21 @@ at::Tensor piece_of(const Slot& slot, const at::Tensor& whole, int tp) {
   return piece;
 }
 
-struct Counts {
-  std::vector<int64_t> send, receive;  // per TP rank
-};
-
-Counts gather_counts(const UnitStore& unit, const std::vector<int>& slots, int tp, int size) {
-  Counts counts{std::vector<int64_t>(size), std::vector<int64_t>(size)};
-  for (const int s : slots) {
-    const Slot& slot = unit.slots()[s];
-    if (slot.tp_owner != tp) counts.send[slot.tp_owner] += travelling(slot, tp);
-    for (int r = 0; slot.leads && r < size; ++r) {
-      if (r != tp) counts.receive[r] += travelling(slot, r);
-    }
-  }
-  return counts;
-}
-
-// The way back.
-Counts scatter_counts(const UnitStore& unit, const std::vector<int>& slots, int tp, int size) {
-  Counts counts = gather_counts(unit, slots, tp, size);
-  std::swap(counts.send, counts.receive);
-  return counts;
-}
-
 at::TensorOptions float_options(const UnitStore& unit) {
   return unit.slots().front().inner.options().dtype(at::kFloat).requires_grad(false);
+}
+
+int64_t elements(const UnitStore& unit, std::vector<int> slots, int tp, int tp_size) {
+  const Pieces pieces(unit, std::move(slots), tp, tp_size);
+  return sum(pieces.mine()) + sum(pieces.of_others());
+}
+
+// The first piece makes the whole, of zeros where there are no others.
+void add_piece(at::Tensor& whole, const Slot& slot, const at::Tensor& flat, int tp) {
+  if (!whole.defined()) {
+    whole = at::empty(slot.layout.sizes, flat.options().dtype(at::kFloat)).zero_();
+  }
+  put(slot, whole, flat, tp);
 }
 
 }  // namespace
@@ -115,103 +92,111 @@ std::vector<int> slots_in_shards(const UnitStore& unit) {
   return slots_with(unit, &Slot::in_shards);
 }
 
+Pieces::Pieces(const UnitStore& unit, std::vector<int> slots, int tp, int tp_size)
+    : unit_(unit), slots_(std::move(slots)), tp_(tp), tp_size_(tp_size) {}
+
+const Slot& Pieces::slot(size_t i) const { return unit_.slots()[slots_[i]]; }
+
+int64_t Pieces::numel(size_t i, int tp) const {
+  return slot(i).layout.cut() ? slot(i).layout.numel_on(tp) : slot(i).numel;
+}
+
+template <class F>
+void Pieces::for_each_of_mine(const F& f) const {
+  int64_t offset = 0;
+  for (int leader = 0; leader < tp_size_; ++leader) {
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (slot(i).tp_owner != leader || leader == tp_) continue;
+      f(i, offset);
+      offset += numel(i, tp_) + 1;
+    }
+  }
+}
+
+template <class F>
+void Pieces::for_each_of_others(const F& f) const {
+  int64_t offset = 0;
+  for (int other = 0; other < tp_size_; ++other) {
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (!slot(i).leads || other == tp_) continue;
+      f(i, other, offset);
+      offset += numel(i, other) + 1;
+    }
+  }
+}
+
+std::vector<int64_t> Pieces::mine() const {
+  std::vector<int64_t> counts(tp_size_, 0);
+  for_each_of_mine([&](size_t i, int64_t) { counts[slot(i).tp_owner] += numel(i, tp_) + 1; });
+  return counts;
+}
+
+std::vector<int64_t> Pieces::of_others() const {
+  std::vector<int64_t> counts(tp_size_, 0);
+  for_each_of_others([&](size_t i, int other, int64_t) { counts[other] += numel(i, other) + 1; });
+  return counts;
+}
+
 int64_t gather_elements(const UnitStore& unit, int tp, int tp_size) {
-  const Counts counts = gather_counts(unit, gathering_slots(unit), tp, tp_size);
-  return total(counts.send) + total(counts.receive);
+  return elements(unit, gathering_slots(unit), tp, tp_size);
 }
 
 int64_t scatter_elements(const UnitStore& unit, int tp, int tp_size) {
-  const Counts counts = scatter_counts(unit, scattering_slots(unit), tp, tp_size);
-  return total(counts.send) + total(counts.receive);
+  return elements(unit, scattering_slots(unit), tp, tp_size);
 }
 
 std::vector<at::Tensor> gather_gradients(const UnitStore& unit,
-                                         const std::vector<at::Tensor>& pieces, Transport& tp,
+                                         const std::vector<at::Tensor>& gradients, Transport& tp,
                                          Staging& staging) {
-  const int me = tp.rank(), size = tp.size();
-  const std::vector<int> slots = gathering_slots(unit);
-  std::vector<at::Tensor> wholes(slots.size());
-  if (slots.empty()) return wholes;
-  const Counts counts = gather_counts(unit, slots, me, size);
-  const int64_t sent = total(counts.send);
-  const at::Tensor buffer = staging.take(sent + total(counts.receive), float_options(unit));
-  const at::Tensor send = buffer.narrow(0, 0, sent);
-  const at::Tensor received = buffer.narrow(0, sent, total(counts.receive));
-  int64_t at = 0;
-  for (int r = 0; r < size; ++r) {
-    for (size_t i = 0; i < slots.size(); ++i) {
-      const Slot& slot = unit.slots()[slots[i]];
-      if (slot.tp_owner != r || r == me) continue;
-      pack_piece(send, at, slot.numel, pieces[i]);
-      at += travelling(slot, me);
-    }
+  const Pieces pieces(unit, gathering_slots(unit), tp.rank(), tp.size());
+  std::vector<at::Tensor> wholes(pieces.slots().size());
+  if (wholes.empty()) return wholes;
+  const std::vector<int64_t> sends = pieces.mine(), receives = pieces.of_others();
+  const at::Tensor buffer = staging.take(sum(sends) + sum(receives), float_options(unit));
+  const at::Tensor sent = buffer.narrow(0, 0, sum(sends));
+  const at::Tensor received = buffer.narrow(0, sum(sends), sum(receives));
+  pieces.for_each_of_mine([&](size_t i, int64_t offset) {
+    pack_piece(sent, offset, pieces.slot(i).numel, gradients[i]);
+  });
+  tp.exchange(received, receives, sent, sends, unit.name());
+  for (size_t i = 0; i < wholes.size(); ++i) {
+    if (!pieces.slot(i).leads || !gradients[i].defined()) continue;
+    add_piece(wholes[i], pieces.slot(i), gradients[i].reshape({-1}), tp.rank());
   }
-  tp.exchange(received, counts.receive, send, counts.send, unit.name());
-
-  // The first present piece makes the whole, of zeros where others have none.
-  const auto add = [&](size_t i, const at::Tensor& flat, int from) {
-    const Slot& slot = unit.slots()[slots[i]];
-    if (!wholes[i].defined()) {
-      wholes[i] = at::empty(slot.layout.sizes, float_options(unit)).zero_();
-    }
-    put(slot, wholes[i], flat, from);
-  };
-  at = 0;
-  for (int r = 0; r < size; ++r) {
-    for (size_t i = 0; i < slots.size(); ++i) {
-      const Slot& slot = unit.slots()[slots[i]];
-      if (!slot.leads) continue;
-      if (r == me) {
-        if (pieces[i].defined()) add(i, pieces[i].reshape({-1}), r);
-        continue;
-      }
-      const int64_t numel = numel_on(slot, r);
-      if (present(received, at + numel)) add(i, received.narrow(0, at, numel), r);
-      at += travelling(slot, r);
-    }
-  }
+  pieces.for_each_of_others([&](size_t i, int other, int64_t offset) {
+    const int64_t numel = pieces.numel(i, other);
+    if (!present(received, offset + numel)) return;
+    add_piece(wholes[i], pieces.slot(i), received.narrow(0, offset, numel), other);
+  });
   return wholes;
 }
 
 UpdateScatter::UpdateScatter(const UnitStore& unit, const std::vector<at::Tensor>& updates,
                              Transport& tp, Staging& staging)
-    : unit_(unit), slots_(scattering_slots(unit)), rank_(tp.rank()), size_(tp.size()) {
-  const Counts counts = scatter_counts(unit, slots_, rank_, size_);
-  const int64_t sent = total(counts.send);
-  const at::Tensor buffer = staging.take(sent + total(counts.receive), float_options(unit));
-  sent_ = buffer.narrow(0, 0, sent);
-  received_ = buffer.narrow(0, sent, total(counts.receive));
-  int64_t at = 0;
-  for (int r = 0; r < size_; ++r) {
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      const Slot& slot = unit_.slots()[slots_[i]];
-      if (!slot.leads || r == rank_) continue;
-      pack_piece(sent_, at, numel_on(slot, r), piece_of(slot, updates[i], r));
-      at += travelling(slot, r);
-    }
+    : pieces_(unit, scattering_slots(unit), tp.rank(), tp.size()), results_(updates.size()) {
+  const std::vector<int64_t> sends = pieces_.of_others(), receives = pieces_.mine();
+  const at::Tensor buffer = staging.take(sum(sends) + sum(receives), float_options(unit));
+  sent_ = buffer.narrow(0, 0, sum(sends));
+  received_ = buffer.narrow(0, sum(sends), sum(receives));
+  pieces_.for_each_of_others([&](size_t i, int other, int64_t offset) {
+    pack_piece(sent_, offset, pieces_.numel(i, other),
+               piece_of(pieces_.slot(i), updates[i], other));
+  });
+  for (size_t i = 0; i < results_.size(); ++i) {
+    if (!pieces_.slot(i).leads || !updates[i].defined()) continue;
+    results_[i] = piece_of(pieces_.slot(i), updates[i], tp.rank()).contiguous();
   }
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    const Slot& slot = unit_.slots()[slots_[i]];
-    const at::Tensor own = slot.leads ? piece_of(slot, updates[i], rank_) : at::Tensor();
-    mine_.push_back(own.defined() ? own.contiguous() : own);
-  }
-  pending_ = tp.start_exchange(received_, counts.receive, sent_, counts.send, unit_.name());
+  pending_ = tp.start_exchange(received_, receives, sent_, sends, unit.name());
 }
 
 std::vector<at::Tensor> UpdateScatter::finish() {
   pending_->wait();
-  int64_t at = 0;
-  for (int r = 0; r < size_; ++r) {
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      const Slot& slot = unit_.slots()[slots_[i]];
-      if (slot.tp_owner != r || r == rank_) continue;
-      if (present(received_, at + slot.numel)) {
-        mine_[i] = received_.narrow(0, at, slot.numel).view(slot.sizes);
-      }
-      at += travelling(slot, rank_);
-    }
-  }
-  return std::move(mine_);
+  pieces_.for_each_of_mine([&](size_t i, int64_t offset) {
+    const Slot& slot = pieces_.slot(i);
+    if (!present(received_, offset + slot.numel)) return;
+    results_[i] = received_.narrow(0, offset, slot.numel).view(slot.sizes);
+  });
+  return std::move(results_);
 }
 
 }  // namespace dmuon

@@ -34,6 +34,34 @@ std::vector<int> gathering_slots(const UnitStore& unit);
 std::vector<int> scattering_slots(const UnitStore& unit);
 std::vector<int> slots_in_shards(const UnitStore& unit);
 
+// The pieces of some slots that cross between this TP rank and the others, in the order in which
+// they lie in a message: by rank, then by slot. A piece has one element behind it: 1 where there is
+// one.
+class Pieces {
+ public:
+  Pieces(const UnitStore& unit, std::vector<int> slots, int tp, int tp_size);
+
+  const std::vector<int>& slots() const { return slots_; }
+  const Slot& slot(size_t i) const;
+  int64_t numel(size_t i, int tp) const;
+
+  // f(i, offset) for this rank's pieces of what others lead; f(i, rank, offset) for the others'
+  // pieces of what this rank leads. `i`: into slots().
+  template <class F>
+  void for_each_of_mine(const F& f) const;
+  template <class F>
+  void for_each_of_others(const F& f) const;
+
+  // Elements per TP rank.
+  std::vector<int64_t> mine() const;
+  std::vector<int64_t> of_others() const;
+
+ private:
+  const UnitStore& unit_;
+  std::vector<int> slots_;
+  int tp_, tp_size_;
+};
+
 // Elements that one exchange of the unit stages on this rank: sent and received.
 int64_t gather_elements(const UnitStore& unit, int tp, int tp_size);
 int64_t scatter_elements(const UnitStore& unit, int tp, int tp_size);
@@ -58,11 +86,9 @@ class UpdateScatter {
   std::vector<at::Tensor> finish();
 
  private:
-  const UnitStore& unit_;
-  std::vector<int> slots_;
-  std::vector<at::Tensor> mine_;  // pieces of what this rank leads
-  at::Tensor received_, sent_;
-  int rank_, size_;
+  Pieces pieces_;
+  std::vector<at::Tensor> results_;
+  at::Tensor sent_, received_;
   std::unique_ptr<Pending> pending_;
 };
 

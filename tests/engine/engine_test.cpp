@@ -11,7 +11,7 @@
 #include <mutex>
 
 #include "engine/error.h"
-#include "tests/support/tiny_job.h"
+#include "tests/support/tiny_training.h"
 
 namespace dmuon {
 namespace {
@@ -20,55 +20,6 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 using namespace testing;
-
-constexpr int kRows = 12;  // divisible by 2, 3 and 4
-
-using Weights = std::map<std::string, at::Tensor>;
-using Script = std::function<void(TinyJob&, int rank, int size)>;
-
-// Runs the script on every rank; returns the owners' weights, put together.
-Weights trained(int size, const TinyOptions& options, const Script& script, uint64_t seed = 0) {
-  SimWorld world(size);
-  if (seed) world.reorder(seed);
-  Weights all;
-  std::mutex mutex;
-  run_ranks(size, [&](int rank) {
-    TinyJob job(world, rank, options);
-    script(job, rank, size);
-    std::lock_guard lock(mutex);
-    for (auto& [name, weight] : job.owned_weights()) all[name] = weight;
-  });
-  return all;
-}
-
-void expect_equal_to_one_process(const Weights& got, const ReferenceScript& script) {
-  const Expected expected = expected_of(kRows, script);
-  EXPECT_EQ(got.size(), expected.weights.size());
-  EXPECT_LE(relative_error(got, expected.weights), expected.tolerance);
-}
-
-bool same_bits(const Weights& a, const Weights& b) {
-  return std::all_of(a.begin(), a.end(),
-                     [&](const auto& item) { return item.second.equal(b.at(item.first)); });
-}
-
-void plain_steps(TinyJob& job, int rank, int size, int steps) {
-  for (int step = 0; step < steps; ++step) {
-    job.zero_grad();
-    loss_of(job.forward(share_of(tiny_batch(step, kRows), rank, size))).backward();
-    EXPECT_TRUE(job.step());
-  }
-}
-
-ReferenceScript reference_steps(int steps) {
-  return [steps](TinyReference& reference, const Batch& x) {
-    for (int step = 0; step < steps; ++step) {
-      reference.zero_grad();
-      loss_of(reference.forward(x(step))).backward();
-      reference.step();
-    }
-  };
-}
 
 class EveryResidency : public ::testing::TestWithParam<std::tuple<int, Residency>> {
  protected:
@@ -152,7 +103,8 @@ TEST(Engine, APartUnusedOnOneRankCountsAsZeroThere) {
   });
   expect_equal_to_one_process(got, [](TinyReference& reference, const Batch& x) {
     for (int rank = 0; rank < 3; ++rank) {  // the middle rank keeps its place when reversed
-      const at::Tensor h = reference.block(0, x(1).narrow(0, rank * 4, 4), rank == 1 ? 1 : 2);
+      const at::Tensor h =
+          reference.block(0, x(1).narrow(0, rank * kRows / 3, kRows / 3), rank == 1 ? 1 : 2);
       (loss_of(reference.block(1, h)) / 3).backward();
     }
     reference.step();

@@ -1,6 +1,8 @@
+#include <cmath>
 #include <numeric>
 #include <utility>
 
+#include "engine/lane.h"
 #include "engine/traffic.h"
 #include "engine/transport_checks.h"
 #include "tests/support/sim_world.h"
@@ -64,16 +66,27 @@ void gather_all(Parts& ranks) {
   }
 }
 
+class EventPending final : public Pending {
+ public:
+  explicit EventPending(Event event) : event_(std::move(event)) {}
+  void wait() override { event_.wait(); }
+
+ private:
+  const Event event_;
+};
+
 class SimTransport final : public Transport {
  public:
-  SimTransport(std::shared_ptr<SimWorld::State> world, int rank, std::string name, FlightRing* ring)
+  SimTransport(std::shared_ptr<SimWorld::State> world, Seat seat, Channel channel, FlightRing* ring)
       : world_(std::move(world)),
-        name_(std::move(name)),
+        seat_(std::move(seat)),
+        channel_(channel),
         ring_(ring),
-        traffic_{rank, world_->size} {
-    world_->join(name_, rank);
+        traffic_{seat_.rank, seat_.size} {
+    world_->join(seat_);
   }
-  ~SimTransport() override { world_->leave(name_, rank()); }
+  // Frees the ranks that wait, and so what is in flight here.
+  ~SimTransport() override { world_->leave(seat_); }
 
   int rank() const override { return traffic_.rank; }
   int size() const override { return traffic_.size; }
@@ -95,12 +108,17 @@ class SimTransport final : public Transport {
 
   void exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts, at::Tensor send,
                 const std::vector<int64_t>& send_counts, const std::string& unit) override {
-    require_exchange(recv, recv_counts, send, send_counts, rank(), size(), unit);
-    run({message("exchange '", unit, "' of ", send.scalar_type()),
-         {recv, send},
-         send_counts,
-         recv_counts},
-        unit, {{Op::exchange, -1, bytes(send)}}, exchange_all);
+    if (in_flight_) in_flight_->record().wait();
+    exchange_now(recv, recv_counts, send, send_counts, unit);
+  }
+
+  std::unique_ptr<Pending> start_exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts,
+                                          at::Tensor send, const std::vector<int64_t>& send_counts,
+                                          const std::string& unit) override {
+    if (!in_flight_) in_flight_ = make_host_lane(seat_.group);
+    if (recv.is_floating_point()) recv.detach().fill_(NAN);
+    return std::make_unique<EventPending>(in_flight_->submit(
+        [=, this] { exchange_now(recv, recv_counts, send, send_counts, unit); }));
   }
 
   void all_reduce(at::Tensor tensor, ReduceOp op, const std::string& unit) override {
@@ -118,7 +136,7 @@ class SimTransport final : public Transport {
         {{Op::all_gather, -1, traffic_.all_gather(bytes(in))}}, gather_all);
   }
 
-  void abort(const std::string& reason) override { world_->abort(name_, rank(), reason); }
+  void abort(const std::string& reason) override { world_->abort(seat_, reason); }
 
  private:
   struct Record {
@@ -127,15 +145,34 @@ class SimTransport final : public Transport {
     int64_t sent_bytes;
   };
 
+  void exchange_now(const at::Tensor& recv, const std::vector<int64_t>& recv_counts,
+                    const at::Tensor& send, const std::vector<int64_t>& send_counts,
+                    const std::string& unit) {
+    require_exchange(recv, recv_counts, send, send_counts, rank(), size(), unit);
+    meet({message("exchange '", unit, "' of ", send.scalar_type()),
+          {recv, send},
+          send_counts,
+          recv_counts},
+         unit, {{Op::exchange, -1, bytes(send)}}, exchange_all);
+  }
+
+  // In the order of the calls.
   void run(Part part, const std::string& unit, const std::vector<Record>& records,
            const Combine& combine) {
+    if (in_flight_) in_flight_->record().wait();
+    meet(std::move(part), unit, records, combine);
+  }
+
+  void meet(Part part, const std::string& unit, const std::vector<Record>& records,
+            const Combine& combine) {
     if (size() == 1) return;
     std::vector<int64_t> sequences;
     for (const Record& record : records) {
-      if (ring_) sequences.push_back(ring_->begin(record.op, unit, record.root, record.sent_bytes));
+      if (!ring_) break;
+      sequences.push_back(ring_->begin(record.op, unit, record.root, record.sent_bytes, channel_));
     }
     try {
-      world_->meet(name_, rank(), std::move(part), combine);
+      world_->meet(seat_, std::move(part), combine);
     } catch (...) {
       for (int64_t sequence : sequences) ring_->end(sequence, OpState::failed);
       throw;
@@ -144,16 +181,27 @@ class SimTransport final : public Transport {
   }
 
   const std::shared_ptr<SimWorld::State> world_;
-  const std::string name_;
+  const Seat seat_;
+  const Channel channel_;
   FlightRing* const ring_;
   const Traffic traffic_;
+  std::unique_ptr<Lane> in_flight_;  // from the first start_exchange on
 };
+
+Seat seat_of(int world_rank, const SimGroup& group, int world_size) {
+  const auto& members = group.members;
+  if (members.empty()) return {group.name, group.name, world_size, world_rank, world_rank};
+  Seat seat{group.name, group.name, static_cast<int>(members.size()), 0, world_rank};
+  seat.rank = static_cast<int>(std::ranges::find(members, world_rank) - members.begin());
+  if (seat.size == world_size) return seat;
+  for (const int member : members) seat.group += message(" ", member);
+  return seat;
+}
 
 }  // namespace
 
-std::unique_ptr<Transport> SimWorld::transport(int rank, const std::string& name,
-                                               FlightRing* ring) {
-  return std::make_unique<SimTransport>(state_, rank, name, ring);
+std::unique_ptr<Transport> SimWorld::transport(int rank, const SimGroup& group, FlightRing* ring) {
+  return std::make_unique<SimTransport>(state_, seat_of(rank, group, size()), group.channel, ring);
 }
 
 }  // namespace dmuon::testing

@@ -19,8 +19,16 @@ struct PeerFailure : RuntimeFailure {
   using RuntimeFailure::RuntimeFailure;
 };
 
+// Some ranks of the world, in the order of their group ranks; all of them where none is named. The
+// groups of one axis share a name.
+struct SimGroup {
+  std::string name = "main";
+  std::vector<int> members;
+  Channel channel = Channel::control;  // what the ring is to call its operations
+};
+
 struct SimOperation {
-  std::string group;
+  std::string group;  // its name, and its members where they are not all ranks
   int64_t index = 0;  // within the group
   std::string what;   // operation, unit, roots, sizes: the same on every rank
 };
@@ -35,10 +43,16 @@ class SimWorld {
 
   int size() const;
 
-  // The transport of one rank of one group. Groups come into being when first named.
+  // The transport of one rank of the world in one group. Groups come into being when first named.
+  // start_exchange runs beside its caller, and what is received is NaN until it has.
+  std::unique_ptr<Transport> transport(int rank, const SimGroup& group, FlightRing* ring = nullptr);
   std::unique_ptr<Transport> transport(int rank, const std::string& name = "main",
-                                       FlightRing* ring = nullptr);
+                                       FlightRing* ring = nullptr) {
+    return transport(rank, SimGroup{name}, ring);
+  }
 
+  // In what follows ranks are the world's, and an operation is the nth of that rank in its group of
+  // that name.
   // Every rank arrives late at that operation; or only `rank`.
   void delay(const std::string& group, int64_t index, std::chrono::microseconds by, int rank = -1);
 

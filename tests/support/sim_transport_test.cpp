@@ -16,6 +16,7 @@ using ::testing::ElementsAre;
 using ::testing::Field;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
+using ::testing::UnorderedElementsAre;
 
 using Body = std::function<void(Transport&)>;
 
@@ -131,6 +132,45 @@ TEST(SimTransport, GroupsAreIndependentAndLogged) {
     return AllOf(Field(&SimOperation::group, group), Field(&SimOperation::index, index));
   };
   EXPECT_THAT(world.log(), ElementsAre(is("reduce", 0), is("publish", 0), is("reduce", 1)));
+}
+
+// Columns of a 2 x 2 grid.
+TEST(SimTransport, GroupsOfSomeRanksCountTheirOwn) {
+  SimWorld world(4);
+  run_ranks(4, [&](int rank) {
+    const std::vector<int> column{rank % 2, rank % 2 + 2};
+    const auto transport = world.transport(rank, SimGroup{"columns", column});
+    EXPECT_EQ(transport->rank(), rank / 2);
+    at::Tensor sum = at::full({1}, rank);
+    transport->all_reduce(sum, ReduceOp::sum, "a");
+    EXPECT_EQ(sum.item<int>(), column[0] + column[1]);
+  });
+  EXPECT_THAT(world.log(), UnorderedElementsAre(Field(&SimOperation::group, "columns 0 2"),
+                                                Field(&SimOperation::group, "columns 1 3")));
+}
+
+TEST(SimTransport, AFailureInOneGroupDisturbsNoOtherOfItsName) {
+  SimWorld world(4);
+  world.fail(2, 0, "cable pulled", "columns");
+  run_ranks(4, [&](int rank) {
+    const auto transport = world.transport(rank, SimGroup{"columns", {rank % 2, rank % 2 + 2}});
+    if (rank % 2) return sum_ones(*transport);
+    EXPECT_THROW(sum_ones(*transport), RuntimeFailure);
+  });
+}
+
+TEST(SimTransport, AStartedExchangeArrivesWhenItIsWaitedFor) {
+  SimWorld world(2);
+  world.delay("main", 0, std::chrono::milliseconds(20), 1);
+  on_ranks(world, [](Transport& transport) {
+    const at::Tensor sent = at::full({1}, transport.rank() + 1.0f), received = at::zeros({1});
+    std::vector<int64_t> counts{1, 1};
+    counts[transport.rank()] = 0;
+    const auto pending = transport.start_exchange(received, counts, sent, counts, "a");
+    pending->wait();
+    EXPECT_EQ(received.item<int>(), 2 - transport.rank());
+    sum_ones(transport);
+  })();
 }
 
 }  // namespace

@@ -52,9 +52,9 @@ std::chrono::microseconds SimWorld::State::delay_at(const Place& place) {
 }
 
 // Late, if so asked; or not at all.
-void SimWorld::State::arrive(Lock& lock, const std::string& name, int rank) {
-  Group& group = this->group(name);
-  const Place place{name, rank, group.indices[rank]++};
+void SimWorld::State::arrive(Lock& lock, const Seat& seat) {
+  Group& group = this->group(seat);
+  const Place place{seat.name, seat.world_rank, group.indices[seat.rank]++};
   const auto delay = delay_at(place);
   if (delay.count() > 0) {
     lock.unlock();
@@ -62,7 +62,8 @@ void SimWorld::State::arrive(Lock& lock, const std::string& name, int rank) {
     lock.lock();
   }
   if (const auto failing = failures.find(place); failing != failures.end()) {
-    group.fail(message("group '", name, "': rank ", rank, " failed: ", failing->second), true);
+    group.fail(message("group '", seat.group, "': rank ", seat.rank, " failed: ", failing->second),
+               true);
     throw RuntimeFailure(failing->second);
   }
   group.throw_if_failed(group.round);
@@ -78,44 +79,45 @@ void SimWorld::State::finish_round(const std::string& name, Group& group, const 
   } else {
     group.fail(message("operation ", group.round, " of group '", name, "': ", wrong), false);
   }
-  group.parts.assign(size, {});
-  group.arrived.assign(size, false);
+  std::ranges::fill(group.parts, Part());
+  group.arrived.assign(group.arrived.size(), false);
   ++group.round;
   group.changed.notify_all();
 }
 
-void SimWorld::State::meet(const std::string& name, int rank, Part part, const Combine& combine) {
+void SimWorld::State::meet(const Seat& seat, Part part, const Combine& combine) {
   Lock lock(mutex);
-  arrive(lock, name, rank);
-  Group& group = this->group(name);
-  group.parts[rank] = std::move(part);
-  group.arrived[rank] = true;
+  arrive(lock, seat);
+  Group& group = this->group(seat);
+  group.parts[seat.rank] = std::move(part);
+  group.arrived[seat.rank] = true;
   const int64_t round = group.round;
-  for (int other = 0; other < size; ++other) {
-    if (group.left[other])
-      group.fail(message("group '", name, "': rank ", other, " has left"), true);
+  for (int other = 0; other < seat.size; ++other) {
+    if (!group.left[other]) continue;
+    group.fail(message("group '", seat.group, "': rank ", other, " has left"), true);
   }
-  if (group.complete()) finish_round(name, group, combine);
+  if (group.complete()) finish_round(seat.group, group, combine);
   group.changed.wait(lock, [&] { return group.round != round || !group.failure.empty(); });
   group.throw_if_failed(round);
 }
 
-void SimWorld::State::abort(const std::string& name, int rank, const std::string& reason) {
+void SimWorld::State::abort(const Seat& seat, const std::string& reason) {
   Lock lock(mutex);
-  group(name).fail(message("group '", name, "': rank ", rank, " aborted: ", reason), true);
+  group(seat).fail(message("group '", seat.group, "': rank ", seat.rank, " aborted: ", reason),
+                   true);
 }
 
-void SimWorld::State::join(const std::string& name, int rank) {
+void SimWorld::State::join(const Seat& seat) {
   Lock lock(mutex);
-  group(name).left[rank] = false;
+  group(seat).left[seat.rank] = false;
 }
 
-void SimWorld::State::leave(const std::string& name, int rank) {
+void SimWorld::State::leave(const Seat& seat) {
   Lock lock(mutex);
-  Group& group = this->group(name);
-  group.left[rank] = true;
+  Group& group = this->group(seat);
+  group.left[seat.rank] = true;
   if (!group.anyone_waits()) return;
-  group.fail(message("group '", name, "': rank ", rank, " has left"), true);
+  group.fail(message("group '", seat.group, "': rank ", seat.rank, " has left"), true);
 }
 
 SimWorld::SimWorld(int size) : state_(std::make_shared<State>(size)) {}

@@ -13,7 +13,14 @@
 namespace dmuon::testing {
 
 using Lock = std::unique_lock<std::mutex>;
-using Place = std::tuple<std::string, int, int64_t>;  // group, rank, index
+using Place = std::tuple<std::string, int, int64_t>;  // name, rank of the world, index
+
+// A rank of the world in one group.
+struct Seat {
+  std::string name, group;  // the axis; and the group, which no other has
+  int size = 0, rank = 0;   // of the group
+  int world_rank = 0;
+};
 
 // What one rank brings to an operation.
 struct Part {
@@ -61,13 +68,13 @@ struct Group {
 struct SimWorld::State {
   explicit State(int size) : size(size) {}
 
-  Group& group(const std::string& name) { return groups.try_emplace(name, size).first->second; }
+  Group& group(const Seat& seat) { return groups.try_emplace(seat.group, seat.size).first->second; }
 
   // Blocks until all ranks of the group have brought their part and `combine` has worked on them.
-  void meet(const std::string& name, int rank, Part part, const Combine& combine);
-  void abort(const std::string& name, int rank, const std::string& reason);
-  void join(const std::string& name, int rank);
-  void leave(const std::string& name, int rank);
+  void meet(const Seat& seat, Part part, const Combine& combine);
+  void abort(const Seat& seat, const std::string& reason);
+  void join(const Seat& seat);
+  void leave(const Seat& seat);
 
   const int size;
   std::mutex mutex;  // of everything here
@@ -79,7 +86,7 @@ struct SimWorld::State {
 
  private:
   std::chrono::microseconds delay_at(const Place& place);
-  void arrive(Lock& lock, const std::string& name, int rank);
+  void arrive(Lock& lock, const Seat& seat);
   void finish_round(const std::string& name, Group& group, const Combine& combine);
 };
 

@@ -5,12 +5,14 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "engine/engine.h"
 #include "engine/optimizer.h"
 #include "tests/support/sim_transport.h"
+#include "tests/support/tiny_mesh.h"
 
 namespace dmuon::testing {
 
@@ -27,15 +29,26 @@ struct TinyAdapter final : RuntimeAdapter {
   c10::ScalarType dtype = c10::ScalarType::Float;
 };
 
+constexpr int64_t kInner = 7;
+
 struct TinyOptions {
   Residency residency = Residency::transient;
   bool pack = true;
   c10::ScalarType compute_dtype = c10::ScalarType::Float;
   Nonfinite nonfinite = Nonfinite::raise;
+  Mesh mesh{.shard = 0};
+  Cuts cuts{};
+  int64_t inner = kInner;
+  std::set<std::string> frozen{};
+  std::set<std::string> adamw{};  // on this route
+  bool publish_async = true;
+  bool share_staging = false;
+  bool one_rank_axes = false;  // groups for axes of size 1, too
+  ShardedGram sharded_gram = ShardedGram::never;
 };
 
-// Two blocks, each h -> relu(h up^T) down^T with up [7, 4] and down [4, 7]; the loss is the mean of
-// squares. Every rank starts from the same weights.
+// Two blocks, each h -> relu(h up^T) down^T with up [inner, 4] and down [4, inner]; the loss is the
+// mean of squares. Every rank starts from the same weights. A batch is shared out over the cells.
 class TinyJob {
  public:
   TinyJob(SimWorld& world, int rank, const TinyOptions& options = {});
@@ -46,8 +59,13 @@ class TinyJob {
   bool step();
   void zero_grad();
 
-  std::map<std::string, at::Tensor> owned_weights();  // copies
+  // Copies: the masters that lie here, and what a forward would see.
+  std::map<std::string, at::Tensor> owned_weights();
+  std::map<std::string, at::Tensor> seen_weights();
   at::Tensor parameter(const std::string& name) { return parameters_.at(name); }
+  Slot& slot(const std::string& name) { return engine->slot(engine->plan().find(name)); }
+  TpLayout layout(const std::string& name) const;
+  const TinyGrid& grid() const { return grid_; }
 
   std::shared_ptr<TinyAdapter> adapter;
   std::shared_ptr<FlightRing> ring;
@@ -55,6 +73,12 @@ class TinyJob {
   std::unique_ptr<Optimizer> optimizer;
 
  private:
+  Channels channels(SimWorld& world, int rank, bool one_rank_axes) const;
+  void add_parameters(const TinyOptions& options);
+
+  const TinyGrid grid_;
+  const Cuts cuts_;
+  std::unique_ptr<Transport> model_;  // TP axis: activations
   std::map<std::string, at::Tensor> parameters_;
 };
 
@@ -62,14 +86,18 @@ class TinyJob {
 // Newton-Schulz reference; in float32 it is what rounding makes of it.
 class TinyReference {
  public:
-  explicit TinyReference(c10::ScalarType dtype = c10::ScalarType::Double);
+  // `halves`: each product is the sum of two, as tensor parallelism makes it.
+  explicit TinyReference(c10::ScalarType dtype = c10::ScalarType::Double, int64_t inner = kInner,
+                         bool halves = false);
   at::Tensor block(int index, const at::Tensor& h, int used = 2);
   at::Tensor forward(const at::Tensor& x);
   void step();
   void zero_grad();
+  at::Tensor parameter(const std::string& name) { return parameters_.at(name); }
   const std::map<std::string, at::Tensor>& weights() const { return parameters_; }
 
  private:
+  const bool halves_;
   std::map<std::string, at::Tensor> parameters_, momentum_;
 };
 
@@ -77,18 +105,21 @@ at::Tensor loss_of(const at::Tensor& output);
 // [rows, 4], float64, a function of seed alone.
 at::Tensor tiny_batch(int seed, int rows);
 
-// 5e-7 relative (the contract), or twice the error of one process in float32, on the batch as it is
-// and with its rows in reverse order, where that is more: Newton-Schulz amplifies rounding by up to
-// its slope at zero, 800. `script` trains a reference; `x` gives it its batches.
+// 5e-7 relative (the contract), or twice the error of one process in float32 where that is more: on
+// the batch as it is, with its rows in reverse order, and with products in halves. Newton-Schulz
+// amplifies rounding by up to its slope at zero, 800. `script` trains a reference; `x` gives it its
+// batches.
 using Batch = std::function<at::Tensor(int seed)>;
 using ReferenceScript = std::function<void(TinyReference&, const Batch& x)>;
 struct Expected {
   std::map<std::string, at::Tensor> weights;  // float64
   double tolerance = 0;
 };
-Expected expected_of(int rows, const ReferenceScript& script);
+Expected expected_of(int rows, const ReferenceScript& script, int64_t inner = kInner);
 double relative_error(const std::map<std::string, at::Tensor>& got,
                       const std::map<std::string, at::Tensor>& truth);
+
+std::map<std::string, at::Tensor> initial_weights(int64_t inner = kInner);
 
 // Rank's slice in float32.
 at::Tensor share_of(const at::Tensor& batch, int rank, int size);
