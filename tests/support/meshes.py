@@ -8,10 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import run_ranks
 
+DATA = ("dp", "replicate", "shard")
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes by axis, the outermost first. All axes but `tp` are data-parallel."""
+    """Sizes by axis, the outermost first. The last one is tensor-parallel unless its name is one
+    of `DATA`."""
 
     axes: tuple  # of (name, size)
 
@@ -24,10 +27,11 @@ class Layout:
 
     @property
     def data_names(self):
-        return tuple(name for name in self.names if name != "tp")
+        return tuple(name for name in self.names if name in DATA)
 
-    def size(self, name):
-        return dict(self.axes).get(name, 1)
+    @property
+    def tp_name(self):
+        return self.names[-1] if self.names[-1] not in DATA else None
 
     @property
     def ranks(self):
@@ -35,7 +39,8 @@ class Layout:
 
     @property
     def tp(self):
-        return self.size("tp")
+        """Size of the tensor-parallel axis."""
+        return dict(self.axes).get(self.tp_name, 1)
 
     @property
     def data_ranks(self):
@@ -67,7 +72,7 @@ class Layout:
 
     def holds_copy(self, rank, owner):
         """Whether `rank` keeps a copy of what `owner` owns: the same shard of another replica."""
-        shards = self.size(self.data_names[-1])
+        shards = dict(self.axes)[self.data_names[-1]]
         return self.data_rank(rank) % shards == self.data_rank(owner) % shards
 
 
@@ -88,8 +93,8 @@ def hsdp(replicate, shard):
     return Layout((("replicate", replicate), ("shard", shard)))
 
 
-def dp_tp(dp, tp):
-    return Layout((("dp", dp), ("tp", tp)))
+def dp_tp(dp, tp, name="tp"):
+    return Layout((("dp", dp), (name, tp)))
 
 
 def cube(replicate, shard, tp):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.meshes import flat
 from tests.support.models import INPUTS, OUTPUTS, Net, in_blocks, shard
 from tests.support.oracle import Oracle, assert_weights_close
-from tests.support.weights import (  # noqa: F401: tests import all of them from here
+from tests.support.weights import (  # noqa: F401
     PLACEHOLDER_BYTES,
     assert_released,
     assert_same,
@@ -170,7 +170,7 @@ def put_under_dmuon(model, layout, predicate, wrap, parallelize=None, dedicate=N
     """The calls of every training script, in their order."""
     mesh = layout.mesh()
     if parallelize is not None:
-        parallelize(model, mesh["tp"])
+        parallelize(model, mesh[layout.tp_name])
     dmuon.dedicate_params(model, predicate=predicate, **layout.slices(mesh), **(dedicate or {}))
     wrap(model, layout.data_mesh(mesh))
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-VOCABULARY, SEQUENCE, DIM, HEAD, HIDDEN, OUTPUTS = 31, 4, 16, 4, 29, 20
+BATCH, VOCABULARY, SEQUENCE, DIM, HEAD, HIDDEN, OUTPUTS = 96, 31, 4, 16, 4, 29, 20
 
 
 def linear(inputs, outputs):
@@ -154,6 +154,12 @@ def sequence():
     )
 
 
+def tokens(g):
+    """As `regression` of parity.py: whole input and target."""
+    x = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=g)
+    return x, torch.randn(BATCH, SEQUENCE, OUTPUTS, generator=g)
+
+
 # How they are sharded ----------------------------------------------------------------------------
 
 
@@ -273,3 +279,17 @@ def parallelize_sequence(model, tp):
         parallelize_module(block.parts.attention, tp, ATTENTION | {"o": RowwiseParallel(**out)})
         parallelize_module(block.parts.gated, tp, GATED | {"down": RowwiseParallel(**out)})
         parallelize_module(block.parts, tp, {"whole": Whole(positions)})
+
+
+# For check_parity and setup.
+MIXED = {"make_model": mixed, "parallelize": parallelize_mixed, "sample": tokens}
+SEQUENCE_PARALLEL = {
+    "make_model": sequence,
+    "parallelize": parallelize_sequence,
+    "sample": tokens,
+}
+
+
+def subject(layout):
+    """The model of a layout: the one with all kinds of weights where it has a TP axis."""
+    return MIXED if layout.tp_name else {}

@@ -78,10 +78,10 @@ def _positions(slot, dim):
     """Where in the whole weight the rows (or columns) of this rank's shard belong."""
     assert isinstance(slot, DTensor) and slot.device_mesh.ndim == 1
     (placement,) = slot.placements
-    pieces, _ = placement._split_tensor(
-        torch.arange(slot.shape[dim]), slot.device_mesh.size(), with_padding=False
-    )
-    return pieces[slot.device_mesh.get_local_rank()]
+    lengths = [-1 if d == dim else 1 for d in range(slot.ndim)]
+    numbers = torch.arange(slot.shape[dim]).view(lengths)
+    pieces, _ = placement._split_tensor(numbers, slot.device_mesh.size(), with_padding=False)
+    return pieces[slot.device_mesh.get_local_rank()].flatten()
 
 
 def _whole(name, pieces):
