@@ -18,7 +18,7 @@ from tests.fsdp2.test_accumulation import accumulate, clip_each_step
 from tests.fsdp2.test_moments import evaluate, evaluate_everywhere
 from tests.support.meshes import cube, dp_tp, hsdp, run_on
 from tests.support.models import Net, in_blocks, shard
-from tests.support.oracle import Oracle, relative_error
+from tests.support.oracle import Oracle, relative_error, tolerance
 from tests.support.parity import Run, check_parity, full_weights, setup
 from tests.support.tp_models import SEQUENCE_PARALLEL, subject, tokens
 
@@ -177,6 +177,7 @@ def annealed(run):
 # bf16 ------------------------------------------------------------------------------------------
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SMOOTH = {"adamw_eps": 1.0, "adamw_lr": 0.1}  # else the sign of a rounding error moves a weight
 
 
 class InBf16(nn.Module):
@@ -198,17 +199,20 @@ def test_a_bf16_policy_costs_no_more_than_on_one_process(layout):
 
 
 def check_bf16(rank, layout):
+    """As far from float32 as one process that computes in bf16; but T ranks round a sum over their
+    shards 2T - 1 times, which is a random walk."""
     task = subject(layout)
-    run = setup(layout, wrap=partial(shard, mp_policy=BF16), **task)
+    run = setup(layout, wrap=partial(shard, mp_policy=BF16), muon=SMOOTH, **task)
     two_steps(run)
     weights = full_weights(run.model)
     assert {p._owned_data.dtype for p in dmuon.get_owned_params(run.model, rank)} <= {torch.float32}
     if rank == 0:
         low, high = (one_process(layout, bf16) for bf16 in (True, False))
-        for name, want in low.items():
-            cost_of_bf16 = relative_error(high[name], want)
-            error = relative_error(weights[name], want)
-            assert error <= 2 * cost_of_bf16, f"{name}: {error:.2e}, bf16 costs {cost_of_bf16:.2e}"
+        for name, want in high.items():
+            cost, error = (relative_error(w[name], want) for w in (low, weights))
+            allowed = max(2 * (2 * layout.tp - 1) ** 0.5 * cost, tolerance(run.steps))
+            assert error <= allowed, f"{name}: {error:.2e}, allowed {allowed:.2e}"
+            assert error >= cost / 4, f"{name}: {error:.2e} is float32, bf16 costs {cost:.2e}"
 
 
 def one_process(layout, bf16):
@@ -219,6 +223,6 @@ def one_process(layout, bf16):
     names = {f"net.{n}" for n in chosen} if bf16 else chosen
     ranks = list(range(layout.data_ranks))
     sample = {"sample": tokens} if layout.tp_name else {}
-    run = Run(model, Oracle(model, names), ranks, len(ranks), managed=False, **sample)
+    run = Run(model, Oracle(model, names, **SMOOTH), ranks, len(ranks), managed=False, **sample)
     two_steps(run)
     return copy.deepcopy(dict(plain.named_parameters()))

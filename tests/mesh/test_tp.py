@@ -235,7 +235,7 @@ def check_embedding(rank, layout, style):
             make_model=mixed,
             sample=tokens,
             parallelize=lambda model, tp: parallelize_module(
-                model, tp, {"embed": style(input_layouts=Replicate())}
+                model, tp, {"embed": style(input_layouts=Replicate(), output_layouts=Replicate())}
             ),
             predicate=lambda n, p: p.ndim == 2,
         )
