@@ -4,7 +4,7 @@ import dmuon
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.meshes import cube, run_on
-from tests.support.parity import check_parity, gathered
+from tests.support.parity import check_parity, gathered, setup
 from tests.support.tp_models import MIXED
 
 LAYOUT = cube(2, 2, 2)
@@ -15,7 +15,7 @@ def test_every_matrix_has_one_cell_and_one_tp_owner_in_it():
 
 
 def check_cells(rank, layout):
-    run = check_parity(rank, layout, **MIXED)
+    run = setup(layout, **MIXED)
     params = dmuon.get_dedicated_params(run.model)
     owned = {p.fqn for p in dmuon.get_owned_params(run.model, rank)}
     everyone = gathered(owned)

@@ -20,6 +20,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_fresh
 from tests.support.tp_models import subject
+from tests.support.weights import local
 
 FOUR = [hsdp(2, 2), hsdp(1, 4), hsdp(4, 1)]
 
@@ -184,7 +185,7 @@ def owned(run, x):
     """What state_dict shows of the matrices this rank owns."""
     state = run.model.state_dict()
     mine = dmuon.get_owned_params(run.model, torch.distributed.get_rank())
-    return {p.fqn: torch.as_tensor(state[p.fqn]).clone() for p in mine}
+    return {p.fqn: torch.as_tensor(local(state[p.fqn])).clone() for p in mine}
 
 
 @on(FOUR)
