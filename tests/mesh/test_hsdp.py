@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.meshes import flat, hsdp, run_on
+from tests.support.meshes import dp_tp, flat, hsdp, run_on
 from tests.support.models import INPUTS, OUTPUTS, Bare, Net, shard
 from tests.support.parity import (
     assert_same,
@@ -214,6 +214,24 @@ def control(model):
         dmuon.broadcast_all_updates_async(model)
         dmuon.broadcast_all_updates(model)
         dmuon.wait_all_replicate_broadcasts(model)
+
+
+@on([*FOUR, dp_tp(2, 2)])
+def test_a_model_reloaded_with_its_own_state_trains_on_as_before(layout):
+    run_on(layout, check_reloaded)
+
+
+def check_reloaded(rank, layout):
+    """What a rank does not own it cannot load; it must take part in publishing all the same."""
+    runs = [setup(layout, **subject(layout)) for _ in range(2)]
+    for run in runs:
+        three_steps(run)
+    before = full_weights(runs[1].model)
+    runs[1].model.load_state_dict(runs[1].model.state_dict())
+    assert_same(full_weights(runs[1].model), before)
+    for run in runs:
+        run.train(3)
+    assert_same(full_weights(runs[1].model), full_weights(runs[0].model))
 
 
 EXIT = """

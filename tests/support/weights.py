@@ -110,7 +110,8 @@ def full_weights(model):
     for name, p in model.named_parameters():
         if id(p) not in taken:
             p = p.detach()
-            weights[clean_name(name)] = p.full_tensor() if isinstance(p, DTensor) else p.clone()
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            weights[clean_name(name)] = whole.clone()  # on an axis of one rank it is no copy
     return weights
 
 
