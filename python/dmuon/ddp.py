@@ -81,6 +81,8 @@ def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     runtime = set_up(model, None, mesh, predicate, given, front)
     if runtime is None:
         return MappingProxyType({})
+    front.settle(runtime)  # weights are shown from now on, in their dtypes
+    runtime.engine.show_residents()
     _warn_changed(before, {n: p.parameter for p in runtime.params for n in p.names})
     names = [name for name, p in model.named_parameters() if p in _dedicated(runtime)]
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", [])) | set(names)
@@ -226,7 +228,8 @@ def replicate(
     Their values and the buffers become those of the mesh's first rank now; in each backward pass their
     gradients become the mean over the ranks, in buckets, beside backward. A parameter that no rank's loss
     reaches keeps its gradient; one that some reach counts as zero on the others. Buffers follow the first
-    rank before each forward in training mode.
+    rank as in DistributedDataParallel: before each forward that comes after one with gradients, so also
+    before the first one of an evaluation, which every rank must then call.
 
     Collective over ``mesh``. Call it after ``dedicate_params_ddp``.
 
@@ -316,14 +319,17 @@ def wrapper_of_model(model: nn.Module) -> DistributedDataParallel | None:
 
 
 class _BeforeForward:
+    """Buffers follow the first rank before a forward if the one before could have changed them."""
+
     def __init__(self, runtime, buffers: list[torch.Tensor]):
-        self._runtime, self._buffers = runtime, buffers
+        self._runtime, self._buffers, self._stale = runtime, buffers, False
 
     def __call__(self, module, args) -> None:
         runtime = self._runtime()
         runtime.replicas.watch()
-        if self._buffers and module.training and runtime.no_sync_depth == 0:
+        if self._buffers and self._stale:
             runtime.replicas.broadcast(self._buffers, "(buffers)")
+        self._stale = torch.is_grad_enabled() and runtime.no_sync_depth == 0
 
     def __deepcopy__(self, memo):
         return _nothing
