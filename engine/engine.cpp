@@ -167,14 +167,24 @@ void Engine::show_residents() {
   }
 }
 
+void Engine::spread_values() {
+  for (const int u : config_.order) {
+    if (units_[u].stale && units_[u].store.adopted()) spread(units_[u]);
+  }
+}
+
+void Engine::spread(UnitRuntime& unit) {
+  if (!unit.store.prepared()) unit.published.wait();
+  unit.store.prepare(config_.adapter->compute_dtype(unit.index));
+  if (unit.stale) submit_publish(unit, false, {});
+}
+
 void Engine::materialise(UnitRuntime& unit) {
   if (unit.store.shown() && !unit.stale) {
     if (resident(unit)) unit.published.wait();
     return;
   }
-  if (!unit.store.prepared()) unit.published.wait();
-  unit.store.prepare(config_.adapter->compute_dtype(unit.index));
-  if (unit.stale) submit_publish(unit, false, {});
+  spread(unit);
   const auto& parts = unit.store.allocate();
   if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
   channels_.materialise_lane->run(

@@ -94,6 +94,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Makes resident units whole, for good; their initial values are the owners'. Collective.
   void show_residents();
+  // Owners' values to all copies that lag behind. Collective; each use of a unit does it for
+  // itself.
+  void spread_values();
 
   // Hooks.
   void enter(int boundary);
@@ -162,6 +165,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void advance(UnitRuntime& unit, UnitCall call);
   static void require_adopted(const UnitRuntime& unit);
+  void spread(UnitRuntime& unit);
   void materialise(UnitRuntime& unit);
   void release(UnitRuntime& unit);
   bool resident(const UnitRuntime& unit) const;

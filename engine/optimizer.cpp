@@ -119,7 +119,7 @@ std::function<void()> Optimizer::update_unit(int unit, const std::vector<GroupSe
 // What needs no other rank: the momentum and Newton-Schulz of matrices that are whole here, AdamW.
 void Optimizer::update_locally(int unit, const std::vector<GroupSettings>& groups) {
   for (const Slot& slot : engine_->store(unit).slots()) {
-    if (slot.shared) continue;
+    if (slot.shared || !slot.parameter.requires_grad()) continue;
     const at::Tensor gradient = owned_gradient(*engine_, slot.matrix);
     if (!gradient.defined()) continue;
     const GroupSettings& group = groups[groups_[slot.matrix]];

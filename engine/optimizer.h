@@ -49,7 +49,8 @@ class Optimizer {
   // The state of every owned matrix is allocated here. groups[m]: the group of matrix m.
   Optimizer(std::shared_ptr<Engine> engine, OptimizerConfig config, std::vector<int32_t> groups);
 
-  // Collective. Waits for reductions, agrees with all ranks, then updates and publishes. Returns
+  // Collective. Waits for reductions, agrees with all ranks, then updates and publishes; what is
+  // frozen by now keeps its weight, since no other rank knows whether it has a gradient. Returns
   // whether the rest of the step is to go on: false where no rank has a gradient, or where a
   // non-finite one is skipped; then nothing has changed. Throws the same error on every rank, and
   // changes nothing, where a gradient is not finite (Nonfinite::raise), ranks ran different passes

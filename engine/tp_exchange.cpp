@@ -74,6 +74,22 @@ void add_piece(at::Tensor& whole, const Slot& slot, const at::Tensor& flat, int 
   put(slot, whole, flat, tp);
 }
 
+// `mine`: this rank's own pieces; `received`: the others'.
+std::vector<at::Tensor> put_together(const Pieces& pieces, const std::vector<at::Tensor>& mine,
+                                     const at::Tensor& received, int tp) {
+  std::vector<at::Tensor> wholes(mine.size());
+  for (size_t i = 0; i < mine.size(); ++i) {
+    if (!pieces.slot(i).leads || !mine[i].defined()) continue;
+    add_piece(wholes[i], pieces.slot(i), mine[i].reshape({-1}), tp);
+  }
+  pieces.for_each_of_others([&](size_t i, int other, int64_t offset) {
+    const int64_t numel = pieces.numel(i, other);
+    if (!present(received, offset + numel)) return;
+    add_piece(wholes[i], pieces.slot(i), received.narrow(0, offset, numel), other);
+  });
+  return wholes;
+}
+
 }  // namespace
 
 at::Tensor Staging::take(int64_t numel, const at::TensorOptions& options) {
@@ -149,8 +165,7 @@ std::vector<at::Tensor> gather_gradients(const UnitStore& unit,
                                          const std::vector<at::Tensor>& gradients, Transport& tp,
                                          Staging& staging) {
   const Pieces pieces(unit, gathering_slots(unit), tp.rank(), tp.size());
-  std::vector<at::Tensor> wholes(pieces.slots().size());
-  if (wholes.empty()) return wholes;
+  if (pieces.slots().empty()) return {};
   const std::vector<int64_t> sends = pieces.mine(), receives = pieces.of_others();
   const at::Tensor buffer = staging.take(sum(sends) + sum(receives), float_options(unit));
   const at::Tensor sent = buffer.narrow(0, 0, sum(sends));
@@ -159,16 +174,7 @@ std::vector<at::Tensor> gather_gradients(const UnitStore& unit,
     pack_piece(sent, offset, pieces.slot(i).numel, gradients[i]);
   });
   tp.exchange(received, receives, sent, sends, unit.name());
-  for (size_t i = 0; i < wholes.size(); ++i) {
-    if (!pieces.slot(i).leads || !gradients[i].defined()) continue;
-    add_piece(wholes[i], pieces.slot(i), gradients[i].reshape({-1}), tp.rank());
-  }
-  pieces.for_each_of_others([&](size_t i, int other, int64_t offset) {
-    const int64_t numel = pieces.numel(i, other);
-    if (!present(received, offset + numel)) return;
-    add_piece(wholes[i], pieces.slot(i), received.narrow(0, offset, numel), other);
-  });
-  return wholes;
+  return put_together(pieces, gradients, received, tp.rank());
 }
 
 UpdateScatter::UpdateScatter(const UnitStore& unit, const std::vector<at::Tensor>& updates,

@@ -66,11 +66,11 @@ class Pieces {
 int64_t gather_elements(const UnitStore& unit, int tp, int tp_size);
 int64_t scatter_elements(const UnitStore& unit, int tp, int tp_size);
 
-// `pieces`: this rank's shards, one per gathering slot, float32, undefined where there is none.
-// Returns, parallel, the whole gradients on their TP owners; undefined elsewhere, and where no rank
-// had a piece.
+// `gradients`: this rank's shards, one per gathering slot, undefined where there is none. Returns,
+// parallel, the whole gradients on their TP owners, float32; undefined elsewhere, and where no rank
+// had a shard.
 std::vector<at::Tensor> gather_gradients(const UnitStore& unit,
-                                         const std::vector<at::Tensor>& pieces, Transport& tp,
+                                         const std::vector<at::Tensor>& gradients, Transport& tp,
                                          Staging& staging);
 
 // An exchange of updates that has been issued.

@@ -21,6 +21,14 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
   return strides;
 }
 
+Slot make_slot(const OwnershipPlan& plan, int32_t matrix, const Position& me,
+               const TpLayout& layout) {
+  Slot slot{.matrix = matrix, .layout = layout};
+  slot.numel = layout.cut() ? layout.numel_on(me.tp) : plan.matrices[matrix].numel();
+  slot.tp_owner = plan.tp_owners[matrix];
+  return slot;
+}
+
 // The wrapper's dtype is what autograd goes by.
 void show_slot(const Slot& slot, const at::Tensor& view) {
   show(slot.inner, view);
@@ -49,15 +57,14 @@ void UnitStore::add_segment(const OwnershipPlan& plan, const Segment& segment, c
                             const std::vector<TpLayout>& layouts) {
   SegmentStore store{.holder = static_cast<int32_t>(segment.owner % plan.mesh.shard),
                      .replica = static_cast<int32_t>(segment.owner / plan.mesh.shard),
-                     .first_slot = static_cast<int32_t>(slots_.size())};
+                     .first_slot = static_cast<int32_t>(slots_.size()),
+                     .slots = static_cast<int32_t>(segment.matrices.size())};
   store.held = store.holder == me.shard;
   store.owned = store.held && store.replica == me.replicate;
   for (const int32_t matrix : segment.matrices) {
-    Slot slot{.matrix = matrix, .segment = static_cast<int32_t>(segments_.size())};
-    if (!layouts.empty()) slot.layout = layouts[matrix];
+    Slot slot = make_slot(plan, matrix, me, layouts.empty() ? TpLayout() : layouts[matrix]);
+    slot.segment = static_cast<int32_t>(segments_.size());
     slot.offset = store.numel;
-    slot.numel = slot.layout.cut() ? slot.layout.numel_on(me.tp) : plan.matrices[matrix].numel();
-    slot.tp_owner = plan.tp_owners[matrix];
     slot.owned = store.owned;
     slot.leads = store.owned && slot.tp_owner == me.tp;
     slot.shared = store.owned && plan.mesh.tp > 1 && plan.matrices[matrix].route == Route::muon;
@@ -65,7 +72,6 @@ void UnitStore::add_segment(const OwnershipPlan& plan, const Segment& segment, c
     slots_.push_back(std::move(slot));
     keep_in_shards(static_cast<int>(slots_.size()) - 1, false);
   }
-  store.slots = static_cast<int32_t>(segment.matrices.size());
   segments_.push_back(std::move(store));
 }
 

@@ -162,6 +162,7 @@ void bind_engine(py::module_& m) {
              return std::vector{row("gather", e.gather_use()), row("scatter", e.scatter_use())};
            })
       .def("leads", [](Engine& e, int matrix) { return e.slot(matrix).leads; })
+      .def("spread_values", &Engine::spread_values, Release())
       .def("show_residents", &Engine::show_residents, Release())
       .def("wait_reductions", &Engine::wait_reductions, Release())
       .def("wait_publishes", &Engine::wait_publishes, Release())

@@ -16,6 +16,16 @@ using namespace testing;
 
 class MeshWeights : public AnyMesh {};
 
+// What a TP rank sees is its part of the masters, in the dtype that it computes in.
+void expect_seen(const TinyOptions& options, const Weights& masters, int tp, const Weights& seen) {
+  for (const auto& [name, weight] : seen) {
+    const auto cut = options.cuts.find(name);
+    const TpLayout layout = cut == options.cuts.end() ? TpLayout() : cut->second;
+    const at::Tensor expected = shard_of(masters.at(name), layout, tp).to(options.compute_dtype);
+    EXPECT_TRUE(weight.equal(expected)) << name;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Engine, MeshWeights,
                          ::testing::Values(MeshCase{2, 2, 1}, MeshCase{1, 2, 2}, MeshCase{2, 2, 2}),
                          mesh_name);
@@ -62,6 +72,22 @@ TEST_P(MeshWeights, AFrozenMatrixKeepsItsWeight) {
       reference_steps(3)(reference, x);
     });
   }
+}
+
+// Though it has a gradient.
+TEST_P(MeshWeights, AUnitFrozenAfterBackwardKeepsItsWeightsEverywhere) {
+  std::mutex mutex;
+  std::vector<std::pair<int, Weights>> seen;
+  const auto got = run([&](TinyJob& job, int cell, int cells) {
+    plain_steps(job, cell, cells, 1);
+    for (const char* name : kNames) job.parameter(name).set_requires_grad(false);
+    EXPECT_TRUE(job.step());
+    Weights weights = job.seen_weights();
+    std::lock_guard lock(mutex);
+    seen.emplace_back(job.grid().position().tp, std::move(weights));
+  });
+  expect_equal_to_one_process(got, reference_steps(1));
+  for (const auto& [tp, weights] : seen) expect_seen(options(), got, tp, weights);
 }
 
 TEST_P(MeshWeights, AValueSetIsWhatEveryRankSeesAndTrains) {
@@ -165,13 +191,7 @@ TEST_P(MeshWeights, AnotherComputeDtypeIsTheMasterRounded) {
     std::lock_guard lock(mutex);
     seen.emplace_back(job.grid().position().tp, std::move(weights));
   });
-  for (const auto& [tp, weights] : seen) {
-    for (const auto& [name, weight] : weights) {
-      const auto cut = options.cuts.find(name);
-      const TpLayout layout = cut == options.cuts.end() ? TpLayout() : cut->second;
-      EXPECT_TRUE(weight.equal(shard_of(got.at(name), layout, tp).to(at::kBFloat16))) << name;
-    }
-  }
+  for (const auto& [tp, weights] : seen) expect_seen(options, got, tp, weights);
 }
 
 // AdamW divides by the gradient's own size: rounding moves an element by more than its own where

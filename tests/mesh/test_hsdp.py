@@ -188,14 +188,14 @@ def owned(run, x):
     return {p.fqn: torch.as_tensor(local(state[p.fqn])).clone() for p in mine}
 
 
-@on(FOUR)
+@on([*FOUR, dp_tp(2, 2)])
 def test_manual_control_is_legal_at_any_moment_and_changes_no_bit(layout):
     run_on(layout, check_manual_control)
 
 
 def check_manual_control(rank, layout):
-    reference = weights_of(layout)
-    run = setup(layout)
+    reference = weights_of(layout, **subject(layout))
+    run = setup(layout, **subject(layout))
     for step in range(3):
         control(run.model)
         loss = run.loss(step, run.ranks[0])

@@ -1,6 +1,5 @@
 """Kinds of weights and uses that meet the tensor-parallel axis in their own way."""
 
-import copy
 import warnings
 from functools import partial
 
@@ -16,13 +15,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.fsdp2.test_moments import interleaved_idle_steps, step_twice, zero_grad_everywhere
 from tests.support.meshes import cube, dp_tp, hsdp, run_on
-from tests.support.models import in_blocks, shard
+from tests.support.models import Net, in_blocks, shard
 from tests.support.oracle import Oracle, relative_error, tolerance
 from tests.support.parity import (
     Run,
-    assert_same,
     check_parity,
     clean_weights,
     full_weights,
@@ -169,76 +166,6 @@ def parallelize_tied(model, tp):
     parallelize_module(model.blocks[0].parts.attention, tp, ATTENTION)
 
 
-# Moments of a step -------------------------------------------------------------------------------
-
-
-@on([dp_tp(2, 2), hsdp(2, 2)])
-def test_moments_of_a_step(layout):
-    run_on(layout, check_moments)
-
-
-def check_moments(rank, layout):
-    for script in (
-        interleaved_idle_steps,
-        step_twice,
-        zero_grad_everywhere("optimizer", True),
-        zero_grad_everywhere("model", False),
-        halved_between_passes,
-    ):
-        check_parity(rank, layout, script, **subject(layout))
-
-
-def halved_between_passes(run):
-    """An accumulating script that scales what it has so far."""
-    for step in range(2):
-        for part in range(2):
-            for rank in run.ranks:
-                run.loss(10 * step + part, rank).backward()
-            if part == 0:
-                halve(run)
-        run.step()
-
-
-def halve(run):
-    for p in run.model.parameters():
-        if p.grad is not None:
-            p.grad.mul_(0.5)
-
-
-@on([dp_tp(2, 2), cube(2, 1, 2)])
-def test_weights_kept_from_forward_to_backward(layout):
-    run_on(layout, check_kept)
-
-
-def check_kept(rank, layout):
-    check_parity(
-        rank,
-        layout,
-        wrap=partial(shard, reshard_after_forward=False),
-        dedicate={"reshard_after_forward": False},
-        transient=False,
-        **MIXED,
-    )
-
-
-@on([dp_tp(2, 2), hsdp(2, 2)])
-def test_gradients_changed_by_hand_count(layout):
-    run_on(layout, check_changed_gradients)
-
-
-def check_changed_gradients(rank, layout):
-    check_parity(rank, layout, halve_gradients, **subject(layout))
-
-
-def halve_gradients(run):
-    """As a script does that unscales or clips by itself."""
-    for step in range(3):
-        for rank in run.ranks:
-            run.loss(step, rank).backward()
-        halve(run)
-        run.step()
-
-
 # Meta construction -------------------------------------------------------------------------------
 
 
@@ -252,7 +179,7 @@ def check_meta(rank, layout):
     is drawn whole, from a seed of its own, as torch's own scripts do for DTensors."""
     task = {k: v for k, v in subject(layout).items() if k != "make_model"}
     with torch.device("meta"):
-        model = subject(layout).get("make_model", small)()
+        model = subject(layout).get("make_model", Net)()
     parallelize, mesh = task.pop("parallelize", None), layout.mesh()
     if parallelize is not None:
         parallelize(model, mesh[layout.tp_name])
@@ -268,19 +195,13 @@ def check_meta(rank, layout):
         assert w.isfinite().all() and (w.ndim == 1 or w.std() > 0), f"{name} was not initialised"
     three_steps(run)
     got = full_weights(model)
-    plain = subject(layout).get("make_model", small)()
+    plain = subject(layout).get("make_model", Net)()
     plain.load_state_dict(start)
     chosen = {n for n, p in plain.named_parameters() if in_blocks(n, p)}
     ranks = list(range(layout.data_ranks))
     three_steps(Run(plain, Oracle(plain, chosen), ranks, len(ranks), managed=False, **task))
     for name, w in clean_weights(plain).items():
         assert relative_error(got[name], w) <= 4 * tolerance(3), name
-
-
-def small():
-    from tests.support.models import Net
-
-    return Net()
 
 
 def initialise(model):
@@ -290,31 +211,6 @@ def initialise(model):
                 p.fill_(0.5)
             else:
                 nn.init.normal_(p, std=0.3)
-
-
-# State -----------------------------------------------------------------------------------------
-
-
-@on([dp_tp(2, 2), hsdp(2, 2), cube(2, 1, 2)])
-def test_the_optimizers_state_continues_a_run_bit_for_bit(layout):
-    run_on(layout, check_round_trip)
-
-
-def check_round_trip(rank, layout):
-    run = setup(layout, **subject(layout))
-    three_steps(run)
-    saved, weights = copy.deepcopy(run.optimizer.state_dict()), full_weights(run.model)
-    other = setup(layout, **subject(layout) | {"make_model": partial(loaded, layout, weights)})
-    other.optimizer.load_state_dict(saved)
-    for r in (run, other):
-        r.train(3)
-    assert_same(full_weights(other.model), full_weights(run.model))
-
-
-def loaded(layout, weights):
-    model = subject(layout).get("make_model", small)()
-    model.load_state_dict(weights)
-    return model
 
 
 @on([dp_tp(2, 2)])

@@ -72,8 +72,8 @@ def check_unnamed(rank, layout):
     assert_refused(model, "blocks.0.up.weight", "mesh_dim_names", mesh=named["dp"])
     model = seeded(Net)
     distribute(model.blocks[0].up, named["tp"], [Shard(0)])
-    rows = DeviceMesh("cpu", torch.arange(4).view(2, 2).T[rank % 2])
-    assert_refused(model, "blocks.0.up.weight", "mesh_dim_names", mesh=rows)
+    columns = [DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [1, 3])]
+    assert_refused(model, "blocks.0.up.weight", "mesh_dim_names", mesh=columns[rank % 2])
 
 
 def distribute(module, mesh, placements):
