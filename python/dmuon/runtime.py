@@ -127,6 +127,7 @@ class Runtime:
         self.on_device = False
         self.stepped = False
         self.no_sync_depth = 0
+        self.values_at_setup: list = []
         self.replicas = None  # what keeps the symmetric parameters equal, where dmuon does
 
     def owners(self) -> Mapping[str, int]:

@@ -1,5 +1,6 @@
 """Every rank has the whole weights, so saving and loading is DistributedDataParallel's."""
 
+import copy
 import io
 
 import dmuon
@@ -98,8 +99,9 @@ def check_resumed(rank, layout, by):
     run = setup_ddp(layout, wrap=BOTH[by], **subject(layout))
     three_steps(run)
     weights = {name: v.detach().clone() for name, v in run.model.state_dict().items()}
-    optimizer = run.optimizer.state_dict()
+    optimizer = copy.deepcopy(run.optimizer.state_dict())
     resumed = another(layout, wrap=BOTH[by], **subject(layout))
+    dmuon.wait_all_replicate_broadcasts(run.model)
     resumed.model.load_state_dict(weights)
     resumed.optimizer.load_state_dict(optimizer)
     assert_replicas_equal(resumed)
@@ -107,6 +109,7 @@ def check_resumed(rank, layout, by):
     for each in (run, resumed):
         each.train(3)
         each.train(4)
+        dmuon.wait_all_replicate_broadcasts(each.model)
     assert_replicas_equal(resumed)
     assert_same(full_weights(resumed.model), full_weights(run.model))
 

@@ -92,6 +92,26 @@ def cloned(tensors):
     return {name: t.detach().clone() for name, t in zip(tensors, whole, strict=True)}
 
 
+@on([flat(2), flat(3)])
+def test_two_models_in_one_job(layout):
+    run_on(layout, check_two_models)
+
+
+def check_two_models(rank, layout):
+    """Trained in turn: what one publishes is in flight when the other does."""
+    alone = [setup_ddp(layout, muon={"lr": lr}) for lr in (0.02, 0.05)]
+    for run in alone:
+        for step in range(6):
+            run.train(step)
+        dmuon.wait_all_replicate_broadcasts(run.model)
+    together = [setup_ddp(layout, muon={"lr": lr}) for lr in (0.02, 0.05)]
+    for step in range(6):
+        for run in together:
+            run.train(step)
+    for run, reference in zip(together, alone, strict=True):
+        assert_same(weights_of_all(run), weights_of_all(reference))
+
+
 # More and fewer steps --------------------------------------------------------------------------
 
 
