@@ -213,24 +213,27 @@ def _check_replicated(runtime: Runtime) -> None:
         )
 
 
-def _state_of_values(param) -> tuple | None:
+def _state_of_values(param) -> tuple[int, int]:
     """Another one when somebody has written to the parameter, or replaced it."""
-    parameter = param.parameter
-    return None if parameter.is_meta else (id(parameter), parameter._version)
+    return id(param.parameter), param.parameter._version
 
 
 def _take_written(runtime: Runtime) -> None:
-    """An initialisation after ``dedicate_params_ddp`` counts: the first rank's, if any rank has one."""
-    if any(p.parameter.is_meta for p in runtime.params):
-        return
-    before = runtime.values_at_setup
-    written = [before[p.index] != _state_of_values(p) for p in runtime.params]
+    """An initialisation after ``dedicate_params_ddp`` counts: the first rank's, if any rank has one.
+    Where ``to_empty`` has made new parameters, the owner's; these are shown from now on."""
+    written = [_was_written(p, runtime.values_at_setup[p.index]) for p in runtime.params]
     anywhere = torch.tensor(written, dtype=torch.int32)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=runtime.control)
     for param, changed in zip(runtime.params, anywhere.tolist()):
         if changed:
             values = local_part(param.parameter.detach())
             runtime.engine.set_value(param.index, _of_first_rank(runtime.axes, values))
+    runtime.engine.show_residents()
+
+
+def _was_written(param, before: tuple[int, int]) -> bool:
+    now = _state_of_values(param)
+    return now[0] == before[0] and now != before
 
 
 def _of_first_rank(axes, values: torch.Tensor) -> torch.Tensor:

@@ -212,6 +212,8 @@ class Runtime:
 
     def after_step(self) -> None:
         """The first step without a single dedicated gradient is most often a mistake."""
+        if len(_runtimes) > 1:  # they share process groups, and no order of what is in flight
+            self.engine.wait_publishes()
         if self.stepped:
             return
         self.stepped = True
@@ -256,6 +258,8 @@ class Runtime:
 def register(model: nn.Module, runtime: Runtime) -> None:
     if not _runtimes:
         atexit.register(_drain)
+    for other in runtimes():
+        other.engine.wait_publishes()
     _runtimes[model] = runtime
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import dmuon
 import pytest
@@ -171,20 +172,27 @@ def test_a_model_initialised_after_it_was_dedicated_trains_from_those_values():
 
 
 def check_late_initialisation(rank, layout):
-    """Between dedicate_params_ddp and the first step the weights are ordinary ones."""
-    run = setup_ddp(layout)
-    torch.manual_seed(123)
-    with torch.no_grad():
-        for p in run.model.parameters():
-            p.copy_(torch.randn(p.shape) * 0.2)
-    torch.manual_seed(123)
-    want = [torch.randn(p.shape) * 0.2 for p in run.model.parameters()]
+    """Those of the first rank; between dedicate_params_ddp and dmuon.Muon weights are ordinary ones."""
+    run = setup_ddp(layout, wrap=initialised_then_replicated)
+    torch.manual_seed(0)
+    want = {n: torch.randn_like(p) for n, p in run.model.named_parameters()}
+    assert_replicas_equal(run)
+    assert_same(full_weights(run.model), want)
+    three_steps(run)
     expected = setup_ddp(layout)
-    names = [n for n, _ in expected.model.named_parameters()]
-    expected.model.load_state_dict(dict(zip(names, want, strict=True)))
-    for each in (run, expected):
-        three_steps(each)
+    expected.model.load_state_dict(want)
+    three_steps(expected)
     assert_same(full_weights(run.model), full_weights(expected.model))
+
+
+def initialised_then_replicated(model, mesh):
+    torch.manual_seed(mesh.get_local_rank())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the ranks differ
+        return dmuon.replicate(model, mesh)
 
 
 def test_meta_construction_then_to_empty():
