@@ -9,6 +9,8 @@ dmuon, AdamW, and torch.optim.Muon, which runs Newton-Schulz of every matrix on 
 average gradients of what is not dedicated by torch's DistributedDataParallel.
 """
 
+import statistics
+
 import dmuon
 import step_time
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 import wire_bytes
 from models import Chain, Gpt, block_matrices, is_block_matrix, text_batch
 from step_time import CONTEXT, LAYERS, PHASES, ROUNDS, SEQUENCES, WIDTH, WORLD_SIZE
-from support import Figure, cpu_mesh, no_garbage_collection, run_ranks
+from support import Figure, Stopwatch, cpu_mesh, no_garbage_collection, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from wire_bytes import MATRICES, SIZE, STEPS, UNITS
@@ -101,10 +103,11 @@ def build(model: nn.Module, side: str):
     wrapped = DistributedDataParallel(model)
     if side == "AdamW":
         return wrapped, torch.optim.AdamW(model.parameters(), lr=1e-3)
-    muon = torch.optim.Muon(
-        matrices.values(), lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-    )
-    return wrapped, Both(muon, torch.optim.AdamW(rest, lr=1e-3))
+    return wrapped, Both(torch_muon(matrices.values()), torch.optim.AdamW(rest, lr=1e-3))
+
+
+def torch_muon(matrices) -> torch.optim.Muon:
+    return torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
 
 def time_figures() -> list[Figure]:
@@ -122,11 +125,31 @@ def time_figures() -> list[Figure]:
         for other in SIDES[1:]
         for phase in ("whole", *PHASES)
     ]
-    return figures + [
+    figures += [
         Figure(f"  {phase}: {side}, ms of CPU in the job", seconds[side][phase] * 1e3)
         for phase in ("whole", *PHASES)
         for side in SIDES
     ]
+    alone = {
+        "dmuon.newton_schulz": run_ranks(step_time.newton_schulz_seconds, 1)[0],
+        "a step of torch.optim.Muon": run_ranks(torch_muon_seconds, 1)[0],
+    }
+    return figures + [
+        Figure(f"  in one process: {what}, ms of CPU", s * 1e3) for what, s in alone.items()
+    ]
+
+
+def torch_muon_seconds() -> float:
+    """CPU seconds of one step on all matrices of the model."""
+    matrices = list(block_matrices(Gpt(WIDTH, LAYERS, CONTEXT)).values())
+    optimizer, laps = torch_muon(matrices), []
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    for _ in range(ROUNDS):
+        watch = Stopwatch()
+        optimizer.step()
+        laps.append(watch.lap().cpu)
+    return statistics.median(laps)
 
 
 def train_in_turn() -> dict[str, dict[str, list[float]]]:
