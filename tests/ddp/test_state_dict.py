@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from functools import partial
 
 import dmuon
 import pytest
@@ -193,6 +194,28 @@ def initialised_then_replicated(model, mesh):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the ranks differ
         return dmuon.replicate(model, mesh)
+
+
+def test_tensor_parallel_weights_written_before_muon_count():
+    run_on(SQUARE, check_late_tp)
+
+
+def check_late_tp(rank, layout):
+    """Shards of one replica are written alike, those of the other are not: the first one's count."""
+    run = setup_ddp(layout, wrap=partial(scaled_then_replicated, layout), **MIXED)
+    plain = setup_ddp(layout, **MIXED)
+    assert_replicas_equal(run)
+    want = {name: 2 * w for name, w in full_weights(plain.model).items()}
+    assert_same(full_weights(run.model), want)
+
+
+def scaled_then_replicated(layout, model, mesh):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2 + layout.data_rank(torch.distributed.get_rank()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the ranks differ
+        return dmuon.replicate_tp(model, mesh)
 
 
 def test_meta_construction_then_to_empty():

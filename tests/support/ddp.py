@@ -8,7 +8,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.meshes import flat
 from tests.support.parity import check_parity, gathered, setup
 from tests.support.weights import local
 
@@ -41,6 +40,7 @@ def wrapped(model, mesh: DeviceMesh, **options):
 
 
 BOTH = {"replicate": replicated, "DistributedDataParallel": wrapped}
+FOR_UNUSED = BOTH | {"DistributedDataParallel": partial(wrapped, find_unused_parameters=True)}
 
 
 def check_ddp(rank, layout, *script, wrap=replicated, **options):
@@ -65,7 +65,3 @@ def assert_replicas_equal(run):
         _, first = everyone[at % ranks_per_replica]
         for name, value in theirs.items():
             assert torch.equal(value, first[name]), f"{name} of data ranks {ranks} differs"
-
-
-def flat_layouts(*sizes):
-    return [flat(size) for size in sizes]
