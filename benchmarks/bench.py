@@ -13,7 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
-SUBJECTS = ("host_time", "step_time", "wire_bytes", "memory", "parity", "plan_time")
+SUBJECTS = (
+    *("host_time", "step_time", "wire_bytes", "memory", "parity", "plan_time"),
+    *("mesh", "mesh_tp", "mesh_time"),
+)
 
 
 def main() -> int:

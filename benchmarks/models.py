@@ -6,11 +6,14 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block of four matrices, without biases."""
+    """A pre-norm transformer block of four matrices, without biases.
+
+    The rows of ``qkv`` that belong to one head are neighbours, so that a shard of it has whole heads.
+    """
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -18,13 +21,11 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._split(part) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head_width))
+        q, k, v = heads.transpose(1, 2).unbind(-2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class Gpt(nn.Module):

@@ -33,8 +33,13 @@ Engine::Engine(EngineConfig config, Channels channels)
   }
 }
 
-// The lanes must stop before the units they work on go away.
+// The lanes must stop before the units they work on go away. What is still to be published is:
+// peers wait for it.
 Engine::~Engine() {
+  try {
+    wait_publishes();
+  } catch (const std::exception&) {  // whoever needs it has been told, or is gone
+  }
   channels_.materialise_lane.reset();
   channels_.reduce_lane.reset();
   channels_.publish_lane.reset();
@@ -62,6 +67,11 @@ void Engine::set_value(int matrix, const at::Tensor& value) {
   auto& unit = units_[places_[matrix].unit];
   unit.published.wait();
   unit.store.set_value(places_[matrix].slot, value);
+  mark_changed(matrix);
+}
+
+void Engine::mark_changed(int matrix) {
+  auto& unit = units_[places_[matrix].unit];
   unit.stale = true;
   release(unit);
 }
@@ -92,12 +102,21 @@ void Engine::enter(int boundary) {
   if (recomputing) begin_pass();
   for (const int u : config_.boundaries[boundary]) {
     auto& unit = units_[u];
+    require_adopted(unit);
     advance(unit, UnitCall::enter);
     ++unit.depth;
     unit.store.verify(plan());
     if (!unit.armed) forget_cleared(unit);
     recomputing ? fetch(unit) : materialise(unit);
     watch(unit);
+  }
+}
+
+void Engine::require_adopted(const UnitRuntime& unit) {
+  if (!unit.store.adopted()) {
+    throw ConfigError(message("unit '", unit.store.name(),
+                              "' is used while its parameters are still on the meta device. Call "
+                              "model.to_empty(device=...) and initialise them first."));
   }
 }
 
@@ -138,16 +157,34 @@ void Engine::leave(int boundary, const std::vector<at::Tensor>& outputs) {
   }
 }
 
-void Engine::materialise(UnitRuntime& unit) {
-  if (unit.store.shown()) return;
-  if (!unit.store.adopted()) {
-    throw ConfigError(message("unit '", unit.store.name(),
-                              "' is used while its parameters are still on the meta device. Call "
-                              "model.to_empty(device=...) and initialise them first."));
+bool Engine::resident(const UnitRuntime& unit) const {
+  return config_.adapter->residency(unit.index) == Residency::resident;
+}
+
+void Engine::show_residents() {
+  for (const int u : config_.order) {
+    if (resident(units_[u]) && units_[u].store.adopted()) materialise(units_[u]);
   }
+}
+
+void Engine::spread_values() {
+  for (const int u : config_.order) {
+    if (units_[u].stale && units_[u].store.adopted()) spread(units_[u]);
+  }
+}
+
+void Engine::spread(UnitRuntime& unit) {
   if (!unit.store.prepared()) unit.published.wait();
   unit.store.prepare(config_.adapter->compute_dtype(unit.index));
   if (unit.stale) submit_publish(unit, false, {});
+}
+
+void Engine::materialise(UnitRuntime& unit) {
+  if (unit.store.shown() && !unit.stale) {
+    if (resident(unit)) unit.published.wait();
+    return;
+  }
+  spread(unit);
   const auto& parts = unit.store.allocate();
   if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
   channels_.materialise_lane->run(
@@ -158,6 +195,7 @@ void Engine::materialise(UnitRuntime& unit) {
 
 void Engine::release(UnitRuntime& unit) {
   unit.keep = false;
+  if (resident(unit)) return;
   unit.store.release();
 }
 

@@ -89,6 +89,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
              std::shared_ptr<TensorWrapper> wrapper);
   // A new value for a matrix, on every rank its part; the owner's counts.
   void set_value(int matrix, const at::Tensor& value);
+  // On a rank that takes part in setting a value and has none to give: the owner has it already.
+  void mark_changed(int matrix);
+
+  // Makes resident units whole, for good; their initial values are the owners'. Collective.
+  void show_residents();
+  // Owners' values to all copies that lag behind. Collective; each use of a unit does it for
+  // itself.
+  void spread_values();
 
   // Hooks.
   void enter(int boundary);
@@ -156,8 +164,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   void advance(UnitRuntime& unit, UnitCall call);
+  static void require_adopted(const UnitRuntime& unit);
+  void spread(UnitRuntime& unit);
   void materialise(UnitRuntime& unit);
   void release(UnitRuntime& unit);
+  bool resident(const UnitRuntime& unit) const;
   void watch(UnitRuntime& unit);
   void forget_cleared(UnitRuntime& unit);
   bool trainable(const UnitRuntime& unit) const;

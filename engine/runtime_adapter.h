@@ -9,6 +9,7 @@ namespace dmuon {
 enum class Residency {
   transient,               // on the owner only; materialised for forward and again for backward
   resident_after_forward,  // kept from forward to backward
+  resident,                // on every rank, always: the shard axis has one rank
 };
 
 // `unit` indexes OwnershipPlan::units. Called on the training thread.

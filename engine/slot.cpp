@@ -4,12 +4,17 @@ namespace dmuon {
 
 void Slot::forget_gradients() {
   reduced = local = shown_grad = gathered = at::Tensor();
-  gathered_version = -1;
+  gathered_version = kNone;
 }
 
 void Slot::show_gradient(const at::Tensor& plain) {
   shown_grad = wrapper && plain.defined() ? wrapper->wrap(plain) : plain;
   parameter.mutable_grad() = shown_grad;
+  shown_version = shown_grad.defined() ? static_cast<int64_t>(shown_grad._version()) : 0;
+}
+
+bool Slot::shown_grad_written() const {
+  return shown_grad.defined() && static_cast<int64_t>(shown_grad._version()) != shown_version;
 }
 
 at::Tensor Slot::unwrapped(const at::Tensor& gradient) const {
@@ -24,18 +29,18 @@ at::Tensor Slot::gradient() const {
 }
 
 bool Slot::gathered_matches() const {
-  const int64_t version = reduced.defined() ? static_cast<int64_t>(reduced._version()) : -1;
+  const int64_t version = reduced.defined() ? static_cast<int64_t>(reduced._version()) : kNone;
   return version == gathered_version;
 }
 
 bool Slot::gathered_is_current() const {
   const at::Tensor& current = parameter.grad();
   if (!current.defined()) return !reduced.defined() && gathered_matches();
-  return current.is_same(shown_grad) && gathered_matches();
+  return current.is_same(shown_grad) && !shown_grad_written() && gathered_matches();
 }
 
 void Slot::note_gathered() {
-  gathered_version = reduced.defined() ? static_cast<int64_t>(reduced._version()) : -1;
+  gathered_version = reduced.defined() ? static_cast<int64_t>(reduced._version()) : kNone;
 }
 
 }  // namespace dmuon

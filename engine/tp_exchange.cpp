@@ -12,7 +12,8 @@ std::vector<int> slots_with(const UnitStore& unit, bool Slot::*takes_part) {
   std::vector<int> chosen;
   for (int s = 0; s < static_cast<int>(unit.slots().size()); ++s) {
     const Slot& slot = unit.slots()[s];
-    if (slot.*takes_part && slot.parameter.requires_grad()) chosen.push_back(s);
+    if (slot.*takes_part && slot.parameter.defined() && slot.parameter.requires_grad())
+      chosen.push_back(s);
   }
   return chosen;
 }

@@ -70,6 +70,9 @@ class Transport {
   virtual void abort(const std::string& reason) = 0;
 };
 
+// An axis of one rank: nothing is communicated, no group is needed.
+std::unique_ptr<Transport> make_local_transport();
+
 // Over c10d: gloo, NCCL, or whatever the group has. `ring` may be null and outlives the transport.
 // With size 1 nothing is communicated. `channel`: what the ring is to call its operations.
 std::unique_ptr<Transport> make_c10d_transport(const std::string& group_name, FlightRing* ring,

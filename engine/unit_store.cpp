@@ -85,6 +85,8 @@ void UnitStore::keep_in_shards(int index, bool kept) {
 void UnitStore::adopt(int index, const at::Tensor& parameter, const at::Tensor& inner,
                       std::shared_ptr<TensorWrapper> wrapper) {
   Slot& slot = slots_[index];
+  // to_empty swaps what a tensor subclass stands on, where nobody else holds it.
+  if (inner.is_meta() && wrapper) return;
   slot.parameter = parameter;
   slot.inner = inner;
   slot.wrapper = std::move(wrapper);
@@ -128,9 +130,8 @@ at::Tensor UnitStore::master(int index) const {
 
 void UnitStore::set_value(int index, const at::Tensor& value) {
   const Slot& slot = slots_[index];
-  if (!slot.owned) return;
-  part_of_master(slot).copy_(value);
-  if (prepared_ && refreshes()) slot.whole.variable_data().copy_(value);
+  if (slot.owned) part_of_master(slot).copy_(value);
+  if (prepared_ && segments_[slot.segment].held) slot.whole.variable_data().copy_(value);
 }
 
 void UnitStore::prepare(at::ScalarType compute_dtype) {

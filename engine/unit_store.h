@@ -53,8 +53,8 @@ class UnitStore {
   // while lanes work, so their own options are the training thread's to read.
   at::TensorOptions float_options() const;
 
-  // Writes a new value, this rank's part of it, into the owner's master and buffer; nothing
-  // elsewhere.
+  // Writes a new value, this rank's part of it, into the owner's master and the holders' buffers;
+  // nothing elsewhere.
   void set_value(int slot, const at::Tensor& value);
   at::Tensor master(int slot) const;  // owner only, in the parameter's sizes
 

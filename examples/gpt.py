@@ -17,9 +17,11 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
+    """Has as many heads as its projections have outputs: all, or a tensor-parallel rank's share."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.q_proj = nn.Linear(config.width, config.width, bias=False)
         self.k_proj = nn.Linear(config.width, config.width, bias=False)
         self.v_proj = nn.Linear(config.width, config.width, bias=False)
@@ -31,7 +33,7 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
 class MLP(nn.Module):

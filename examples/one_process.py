@@ -1,6 +1,7 @@
 """The same training in one process and plain PyTorch: a distributed run must come out equal."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -78,17 +79,33 @@ def train(recipe: Recipe, corpus: Corpus, steps: int, slices: int = 1) -> nn.Mod
             sum in another order, as a world of that size does.
     """
     model = recipe.initial_model()
+    for _ in take_steps(model, recipe, corpus, steps, slices):
+        pass
+    return model
+
+
+def losses(recipe: Recipe, corpus: Corpus, slices: int = 1) -> list[float]:
+    """Of each batch of a whole run, before its step."""
+    return list(take_steps(recipe.initial_model(), recipe, corpus, recipe.steps, slices))
+
+
+def take_steps(
+    model: nn.Module, recipe: Recipe, corpus: Corpus, steps: int, slices: int
+) -> Iterator[float]:
     optimizers = make_optimizers(recipe, model)
     schedulers = [LambdaLR(optimizer, recipe.lr_factor) for optimizer in optimizers]
     for step in range(steps):
         tokens, targets = corpus.batch(recipe.seed, step, recipe.batch, recipe.context)
         model.zero_grad()
+        loss = 0.0
         for part in zip(tokens.chunk(slices), targets.chunk(slices)):
-            (model(*part) / slices).backward()
+            share = model(*part) / slices
+            share.backward()
+            loss += share.item()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
         for each in optimizers + schedulers:
             each.step()
-    return model
+        yield loss
 
 
 def check(
@@ -100,7 +117,7 @@ def check(
     *,
     judged: bool = True,
 ) -> None:
-    """Compares weights that `world_size` ranks saved in `folder` with training in one process.
+    """Compares weights that `world_size` ranks have trained and saved with training in one process.
 
     Args:
         judged: False where Newton-Schulz iterates in half precision, as on a GPU: only prints.
@@ -110,7 +127,7 @@ def check(
             than twice what adding the gradients in other orders does in one process.
     """
     expected = weights_of(train(recipe, corpus, steps))
-    weights = load_weights(folder, recipe.optimizer, world_size)
+    weights = torch.load(weights_file(folder, recipe))
     difference, name = largest_difference(weights, expected)
     control = max(
         largest_difference(weights_of(train(recipe, corpus, steps, slices)), expected)[0]
@@ -145,12 +162,5 @@ def relative_difference(got: Tensor, want: Tensor) -> float:
     return float("inf") if math.isnan(difference) else difference
 
 
-def load_weights(folder: Path, optimizer: str, world_size: int) -> dict[str, Tensor]:
-    """Puts together what the ranks saved."""
-    weights: dict[str, Tensor] = {}
-    for rank in range(world_size):
-        part = torch.load(folder / f"{optimizer}.rank{rank}.pt")
-        if twice := weights.keys() & part.keys():
-            raise ValueError(f"saved by more than one rank: {sorted(twice)}; one rank owns each")
-        weights |= part
-    return weights
+def weights_file(folder: Path, recipe: Recipe) -> Path:
+    return folder / f"{recipe.optimizer}.pt"

@@ -24,7 +24,6 @@ from tables import as_tables
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
@@ -56,6 +55,24 @@ class Run:
         return tokens / max(self.train_seconds, 1e-9)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which part of each batch this process trains on."""
+
+    index: int
+    count: int
+    device: str
+
+    def rows(self, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Of a global batch, on this process' device."""
+        if len(batch[0]) % self.count:
+            raise ValueError(
+                f"{len(batch[0])} sequences do not divide over {self.count} data-parallel ranks; "
+                "choose a multiple (--batch for training)"
+            )
+        return [part.chunk(self.count)[self.index].to(self.device) for part in batch]
+
+
 def main() -> None:
     recipe, options = parse_args()
     corpus = load_corpus()
@@ -69,8 +86,13 @@ def main() -> None:
 
 
 def parse_args() -> tuple[Recipe, Options]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--optimizer", choices=list(TUNED), default="dmuon")
+    return settings(vars(parser.parse_args()))
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--lr", type=float, help="of the matrices inside the blocks (dmuon only)")
     parser.add_argument("--adamw-lr", type=float, help="of everything that AdamW trains")
     parser.add_argument("--steps", type=int)
@@ -81,7 +103,11 @@ def parse_args() -> tuple[Recipe, Options]:
         "--check", type=int, metavar="K", help="compare the first K steps with one process"
     )
     parser.add_argument("--out", type=Path, help="folder for the results")
-    given = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
+    return parser
+
+
+def settings(arguments: dict) -> tuple[Recipe, Options]:
+    given = {key: value for key, value in arguments.items() if value is not None}
     options = {key: given.pop(key) for key in ("eval_every", "check", "out") if key in given}
     return replace(TUNED[given["optimizer"]], **given), Options(**options)
 
@@ -99,9 +125,21 @@ def start_processes() -> DeviceMesh:
 
 def run_recipe(recipe: Recipe, corpus: Corpus, mesh: DeviceMesh, options: Options) -> Run:
     model, optimizer = build(recipe, mesh)
-    run = train(recipe, corpus, mesh, model, optimizer, options)
-    show(run, model, mesh)
-    if mesh.get_rank() == 0:
+    share = Share(mesh.get_local_rank(), mesh.size(), mesh.device_type)
+    return run_model(recipe, corpus, share, model, optimizer, options)
+
+
+def run_model(
+    recipe: Recipe,
+    corpus: Corpus,
+    share: Share,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: Options,
+) -> Run:
+    run = train(recipe, corpus, share, model, optimizer, options)
+    show(run, model, share)
+    if dist.get_rank() == 0:
         save(run, options.out)
     return run
 
@@ -114,49 +152,53 @@ def build(recipe: Recipe, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if recipe.optimizer == "dmuon":
-        return model, dmuon.Muon(
-            model,
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
-            adamw_lr=recipe.adamw_lr,
-            adamw_betas=recipe.betas,
-            adamw_weight_decay=recipe.weight_decay,
-        )
+        return model, make_muon(recipe, model)
     return model, AdamW(
         model.parameters(), recipe.adamw_lr, recipe.betas, weight_decay=recipe.weight_decay
+    )
+
+
+def make_muon(recipe: Recipe, model: nn.Module) -> dmuon.Muon:
+    return dmuon.Muon(
+        model,
+        lr=recipe.lr,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        adamw_lr=recipe.adamw_lr,
+        adamw_betas=recipe.betas,
+        adamw_weight_decay=recipe.weight_decay,
     )
 
 
 def train(
     recipe: Recipe,
     corpus: Corpus,
-    mesh: DeviceMesh,
+    share: Share,
     model: nn.Module,
     optimizer: Optimizer,
     options: Options,
 ) -> Run:
     run = Run(recipe)
     scheduler = LambdaLR(optimizer, recipe.lr_factor)
-    bar = tqdm(range(recipe.steps), recipe.optimizer, disable=mesh.get_rank() != 0, unit="step")
+    bar = tqdm(range(recipe.steps), recipe.optimizer, disable=dist.get_rank() != 0, unit="step")
     for step in bar:
         if step % options.eval_every == 0:
-            run.validation.append((step, validate(model, corpus, recipe, mesh)))
-        batch = my_rows(corpus.batch(recipe.seed, step, recipe.batch, recipe.context), mesh)
+            run.validation.append((step, validate(model, corpus, recipe, share)))
+        batch = share.rows(corpus.batch(recipe.seed, step, recipe.batch, recipe.context))
         began = time.perf_counter()
-        run.train.append(train_step(model, optimizer, batch, recipe, mesh))
+        run.train.append(train_step(model, optimizer, batch, recipe))
         scheduler.step()
         run.train_seconds += time.perf_counter() - began
         if step + 1 == options.check:
             save_weights(model, recipe, options.out)
         loss = run.validation[-1][1]
         bar.set_postfix_str(f"validation {loss:.3f}, {run.tokens_per_s:,.0f} tokens/s")
-    run.validation.append((recipe.steps, validate(model, corpus, recipe, mesh)))
+    run.validation.append((recipe.steps, validate(model, corpus, recipe, share)))
     return run
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, batch: list[Tensor], recipe: Recipe, mesh: DeviceMesh
+    model: nn.Module, optimizer: Optimizer, batch: list[Tensor], recipe: Recipe
 ) -> float:
     optimizer.zero_grad()
     loss = model(*batch)
@@ -166,48 +208,33 @@ def train_step(
     else:
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
     optimizer.step()
-    return mean_over_ranks(loss.detach(), mesh)
+    return mean_over_ranks(loss.detach())
 
 
 @torch.no_grad()
-def validate(model: nn.Module, corpus: Corpus, recipe: Recipe, mesh: DeviceMesh) -> float:
+def validate(model: nn.Module, corpus: Corpus, recipe: Recipe, share: Share) -> float:
     windows = corpus.validation_batch(VALIDATION_WINDOWS, recipe.context)
-    return mean_over_ranks(model(*my_rows(windows, mesh)), mesh)
+    return mean_over_ranks(model(*share.rows(windows)))
 
 
-def my_rows(batch: tuple[Tensor, Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """This rank's share of a global batch, on its device."""
-    rows, world_size = len(batch[0]), mesh.size()
-    if rows % world_size:
-        raise ValueError(
-            f"{rows} sequences do not divide over {world_size} processes; "
-            "choose a multiple (--batch for training)"
-        )
-    return [part.chunk(world_size)[mesh.get_rank()].to(mesh.device_type) for part in batch]
-
-
-def mean_over_ranks(value: Tensor, mesh: DeviceMesh) -> float:
+def mean_over_ranks(value: Tensor) -> float:
     total = value.clone()
-    dist.all_reduce(total, group=mesh.get_group())
-    return total.item() / mesh.size()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def save_weights(model: nn.Module, recipe: Recipe, folder: Path) -> None:
-    """For the check: each rank writes the matrices it owns, rank 0 also what FSDP2 shards."""
-    rank = dist.get_rank()
-    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    whole = {name: p.full_tensor().detach() for name, p in sharded.items()}  # on every rank
-    weights = whole if rank == 0 else {}
+    """For the check: the first rank writes all of them, whole."""
     if recipe.optimizer == "dmuon":
-        owned = dmuon.get_owned_params(model, rank)
-        weights |= {matrix.fqn: matrix._owned_data for matrix in owned}
-    folder.mkdir(parents=True, exist_ok=True)
-    copies = {name: weight.cpu().clone() for name, weight in weights.items()}
-    torch.save(copies, folder / f"{recipe.optimizer}.rank{rank}.pt")
-    dist.barrier()
+        weights = dmuon.get_model_state_dict(model)
+    else:
+        weights = {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(weights, one_process.weights_file(folder, recipe))
 
 
-def show(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
+def show(run: Run, model: nn.Module, share: Share) -> None:
     """Every rank calls; the first one prints."""
     lines = [
         f"{run.recipe.optimizer}: validation loss {run.validation[-1][1]:.3f} after "
@@ -215,12 +242,12 @@ def show(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
     ]
     if run.recipe.optimizer == "dmuon":
         report = dmuon.report(model)
-        calls = torch.tensor(report["ns_calls_last_step"], device=mesh.device_type)
-        dist.all_reduce(calls, group=mesh.get_group())
+        calls = torch.tensor(report["ns_calls_last_step"], device=share.device)
+        dist.all_reduce(calls)
         matrices = len(dmuon.get_dedicated_params(model))
         lines += [f"Newton-Schulz calls in the last step: {calls.item()} for {matrices} matrices"]
         lines += ["", "dmuon.report() of rank 0", as_tables(report)]
-    if mesh.get_rank() == 0:
+    if dist.get_rank() == 0:
         print(*lines, sep="\n", flush=True)
 
 

@@ -13,6 +13,7 @@ void bind_flight_ring(py::module_& m);
 void bind_engine(py::module_& m);
 void bind_optimizer(py::module_& m);
 void bind_fsdp2(py::module_& m);
+void bind_ddp(py::module_& m);
 void bind_hooks(py::module_& m);
 void bind_gradients(py::module_& m);
 

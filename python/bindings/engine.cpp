@@ -21,8 +21,11 @@ Channels make_channels(const GroupNames& names, LaneKind kind, const at::Device&
   const auto transport = [&](const std::string& name, Channel channel) {
     return name.empty() ? nullptr : make_c10d_transport(name, ring, channel);
   };
-  return {.materialise = transport(names.materialise, Channel::materialise),
-          .reduce = transport(names.reduce, Channel::reduce),
+  const auto within = [&](const std::string& name, Channel channel) {
+    return name.empty() ? make_local_transport() : transport(name, channel);
+  };
+  return {.materialise = within(names.materialise, Channel::materialise),
+          .reduce = within(names.reduce, Channel::reduce),
           .replicate_reduce = transport(names.replicate_reduce, Channel::replicate_reduce),
           .publish = transport(names.publish, Channel::publish),
           .tp_gather = transport(names.tp_gather, Channel::tp_gather),
@@ -159,6 +162,8 @@ void bind_engine(py::module_& m) {
              return std::vector{row("gather", e.gather_use()), row("scatter", e.scatter_use())};
            })
       .def("leads", [](Engine& e, int matrix) { return e.slot(matrix).leads; })
+      .def("spread_values", &Engine::spread_values, Release())
+      .def("show_residents", &Engine::show_residents, Release())
       .def("wait_reductions", &Engine::wait_reductions, Release())
       .def("wait_publishes", &Engine::wait_publishes, Release())
       .def("reset", &Engine::reset, Release())
@@ -174,6 +179,7 @@ void bind_engine(py::module_& m) {
              return master.defined() ? std::optional(master) : std::nullopt;
            })
       .def("set_value", &Engine::set_value, py::arg("matrix"), py::arg("value"), Release())
+      .def("mark_changed", &Engine::mark_changed, py::arg("matrix"), Release())
       .def("counters", &counters);
 }
 

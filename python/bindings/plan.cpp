@@ -54,6 +54,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("tp_owners", &OwnershipPlan::tp_owners)
       .def_readonly("units", &OwnershipPlan::units)
       .def_readonly("report", &OwnershipPlan::report)
+      .def_property_readonly("pack", [](const OwnershipPlan& plan) { return plan.policy.pack; })
       .def_property_readonly("cells", [](const OwnershipPlan& plan) { return plan.mesh.cells(); })
       .def("loads", &OwnershipPlan::loads)
       .def("state_bytes", &OwnershipPlan::state_bytes)

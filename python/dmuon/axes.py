@@ -41,7 +41,7 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 class Axes:
     """One 1-D mesh per axis of the plan; None stands for an axis of one rank."""
 
-    shard: DeviceMesh
+    shard: DeviceMesh | None
     replicate: DeviceMesh | None = None
     tp: DeviceMesh | None = None
     tp_dim: str | None = None
@@ -59,6 +59,14 @@ class Axes:
         """This rank's, on shard, replicate, tp: its rank in each axis' process group."""
         meshes = (self.shard, self.replicate, self.tp)
         return tuple(0 if m is None else dist.get_rank(m.get_group()) for m in meshes)
+
+    @property
+    def data_parallel(self) -> DeviceMesh:
+        return self.replicate if self.shard is None else self.shard
+
+    @property
+    def device_type(self) -> str:
+        return self.data_parallel.device_type
 
     @property
     def dp_names(self) -> set[str]:
@@ -101,7 +109,7 @@ class Axes:
 
 def find_axes(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     replicate_mesh: DeviceMesh | None,
     independent_dims: tuple[str, ...] = (),
 ) -> Axes:
@@ -110,9 +118,11 @@ def find_axes(
     Raises:
         ValueError: the meshes overlap or leave ranks of the job out; more than one TP dim.
     """
-    if replicate_mesh is not None:
+    if mesh is not None and replicate_mesh is not None:
         _check_apart(mesh, replicate_mesh)
-    tp_dim, tp = _find_tp(model, _names(mesh) | _names(replicate_mesh))
+    tp_dim, tp = _find_tp(
+        model, replicate_mesh if mesh is None else mesh, _names(mesh) | _names(replicate_mesh)
+    )
     axes = Axes(mesh, replicate_mesh, tp, tp_dim)
     return replace(axes, job=_job(axes, independent_dims))
 
@@ -136,12 +146,15 @@ def _text(mesh: DeviceMesh) -> str:
     return f"{mesh.mesh_dim_names or ''} of {mesh.size()} ranks"
 
 
-def _find_tp(model: nn.Module, dp_names: set[str]) -> tuple[str | None, DeviceMesh | None]:
+def _find_tp(
+    model: nn.Module, mesh: DeviceMesh, dp_names: set[str]
+) -> tuple[str | None, DeviceMesh | None]:
     """The one mesh dim over which parameters are DTensors, data-parallel dims apart."""
     first = None
     for name, _, _, parameter in slots(model):
-        if not isinstance(parameter, DTensor) or not parameter.device_mesh.mesh_dim_names:
+        if not isinstance(parameter, DTensor):
             continue
+        _check_named(name, parameter, mesh)
         _check_not_data_parallel(name, parameter, dp_names)
         dims = tp_dims(parameter, dp_names)
         if not dims:
@@ -152,16 +165,28 @@ def _find_tp(model: nn.Module, dp_names: set[str]) -> tuple[str | None, DeviceMe
                 "ones; one tensor-parallel dim is supported. Flatten them into one mesh dim."
             )
         whole = parameter.device_mesh
-        mesh = whole if whole.ndim == 1 else whole[dims[0]]
+        tp = whole if whole.ndim == 1 else whole[dims[0]]
         if first is None:
-            first = (name, dims[0], mesh)
-        elif ranks_of(first[2]) != ranks_of(mesh):
+            first = (name, dims[0], tp)
+        elif ranks_of(first[2]) != ranks_of(tp):
             raise ValueError(
                 f"parameters {first[0]!r} ({first[1]!r}) and {name!r} ({dims[0]!r}) are "
                 "tensor-parallel over different ranks; one tensor-parallel axis is supported. Use one "
                 "mesh dim for all parallelize_module calls."
             )
     return (first[1], first[2]) if first else (None, None)
+
+
+def _check_named(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
+    names = parameter.device_mesh.mesh_dim_names
+    if names and mesh.mesh_dim_names:
+        return
+    raise ValueError(
+        f"parameter {name!r} is a DTensor, and "
+        f"{'the mesh given to dedicate_params' if names else 'its mesh'} has no dim names, so its "
+        "tensor-parallel axis cannot be told from the data-parallel one. Make the mesh with "
+        "init_device_mesh(..., mesh_dim_names=(...))."
+    )
 
 
 def _check_not_data_parallel(name: str, parameter: DTensor, dp_names: set[str]) -> None:
@@ -194,7 +219,7 @@ def _root(mesh: DeviceMesh) -> DeviceMesh:
 def _job(axes: Axes, independent_dims: tuple[str, ...]) -> tuple[int, ...]:
     """The ranks of all axes together."""
     size = axes.dp_size * axes.sizes[2]
-    root = _root(axes.shard)
+    root = _root(axes.data_parallel)
     names = root.mesh_dim_names or ()
     unknown = [name for name in independent_dims if name not in names]
     if unknown:
@@ -206,8 +231,12 @@ def _job(axes: Axes, independent_dims: tuple[str, ...]) -> tuple[int, ...]:
     if size == part.size():
         return tuple(sorted(part.mesh.flatten().tolist()))
     raise ValueError(
-        f"the meshes do not span the job: mesh {_text(axes.shard)}"
-        + (f", replicate_mesh {_text(axes.replicate)}" if axes.replicate is not None else "")
+        "the meshes do not span the job: "
+        + ", ".join(
+            f"{name} {_text(mesh)}"
+            for name, mesh in (("mesh", axes.shard), ("replicate_mesh", axes.replicate))
+            if mesh is not None
+        )
         + (f", tensor parallelism over {axes.tp_dim!r} of {axes.sizes[2]}" if axes.tp else "")
         + f" make {size} of the {part.size()} ranks of the mesh {names or ''}. Give the replicate slice "
         "as replicate_mesh; call parallelize_module before dedicate_params; and name dims whose ranks "
@@ -219,8 +248,9 @@ def with_ranks(axes: Axes, control) -> Axes:
     """Collective over ``control``, the group of the whole job."""
     shard, replicate, tp = axes.position
     sizes = axes.sizes
-    if sizes[1] == sizes[2] == 1:
-        return _filled(axes, list(ranks_of(axes.shard)))
+    if sum(size > 1 for size in sizes) <= 1 and sizes[2] == 1:
+        mesh = axes.replicate if sizes[1] > 1 or axes.shard is None else axes.shard
+        return _filled(axes, list(ranks_of(mesh)))
     index = (replicate * sizes[0] + shard) * sizes[2] + tp
     mine = torch.tensor([index, dist.get_rank()])
     everyone = [torch.empty_like(mine) for _ in axes.job]

@@ -86,6 +86,9 @@ class _Save:
 
     def __call__(self, module, state_dict, prefix, local_metadata):
         for attribute, param in self._held:
+            if param.resident:  # torch has put the value there; let it be the last step's
+                param.runtime.engine.wait_publishes()
+                continue
             value = param._owned_data
             if value is None:
                 value = owned_tensor(param, param.param_name, param.dtype)
@@ -122,6 +125,8 @@ class _Load(_Save):
             param.runtime.set_value(param, value)
         elif param.is_owner:
             errors.append(f"{key} was saved on a rank that did not own it: {value!r}.")
+        else:  # its owner loads it: what this rank keeps is of yesterday
+            param.runtime.engine.mark_changed(param.index)
 
 
 class _Unmanaged:

@@ -89,7 +89,7 @@ def nothing_selected(model: nn.Module) -> str:
 def _choose(names, axes, policies, boundaries) -> Chosen:
     name, module, _, parameter = names[0]
     policy = policies.of(name)
-    _check_parameter(name, module, parameter, axes)
+    _check_parameter(name, module, parameter)
     _check_policy(name, policy)
     return Chosen(
         name=name,
@@ -118,14 +118,12 @@ def _check_policy(name: str, policy: ParamPolicy) -> None:
             )
 
 
-def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter, axes: Axes) -> None:
+def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
     if hasattr(parameter, "_dedicated_owner_rank"):
         raise ValueError(f"parameter {name!r} is dedicated already. Call dedicate_params once.")
     if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
         raise ValueError(f"parameter {name!r} is lazy. Run one forward first, to give it a shape.")
-    if isinstance(parameter, DTensor):
-        _check_named(name, parameter, axes)
-    elif type(parameter) is not nn.Parameter:
+    if not isinstance(parameter, DTensor) and type(parameter) is not nn.Parameter:
         raise ValueError(
             f"parameter {name!r} is a {type(parameter).__name__}, a tensor subclass, whose memory "
             "dmuon cannot move. Leave it out of the predicate."
@@ -149,17 +147,6 @@ def _overlaps_itself(parameter: torch.Tensor) -> bool:
         stride == 0 and size > 1
         for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
     )
-
-
-def _check_named(name: str, parameter: DTensor, axes: Axes) -> None:
-    names, given = parameter.device_mesh.mesh_dim_names, axes.shard.mesh_dim_names
-    if names is None or given is None:
-        raise ValueError(
-            f"parameter {name!r} is a DTensor, and "
-            f"{'its mesh' if names is None else 'the mesh given to dedicate_params'} has no dim names, "
-            "so its tensor-parallel axis cannot be told from the data-parallel one. Make the mesh with "
-            "init_device_mesh(..., mesh_dim_names=(...))."
-        )
 
 
 _OF_A_UNIT = ("param_dtype", "grad_dtype", "output_dtype", "cast_forward_inputs")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon import _C
-from dmuon.patch import original_setter, users_gradient_sync
+from dmuon import _C, ddp
+from dmuon.patch import original, users_gradient_sync
 from dmuon.runtime import Runtime, runtime_of, runtime_of_whole, runtimes
 
 
@@ -23,23 +23,36 @@ def no_sync(model: nn.Module):
         ValueError: the model has no dedicated parameters.
     """
     runtime = runtime_of_whole(model)
+    wrapper = ddp.wrapper_of_model(runtime.model())
+    with contextlib.ExitStack() as stack:
+        if wrapper is not None:
+            stack.enter_context(original("no_sync")(wrapper))
+        stack.enter_context(held(runtime))
+        yield
+
+
+@contextlib.contextmanager
+def held(runtime: Runtime):
+    """No reduction of what dmuon or FSDP2 reduces."""
     modules = [m for m in runtime.model().modules() if isinstance(m, FSDPModule)]
     runtime.adapter.enter_no_sync()
     runtime.no_sync_depth += 1
     try:
         if runtime.no_sync_depth == 1:
             _set_fsdp_sync(modules, lambda module: False)
+            runtime.set_replicas_sync(False)
         yield
     finally:
         runtime.adapter.leave_no_sync()
         runtime.no_sync_depth -= 1
         if runtime.no_sync_depth == 0:
             _set_fsdp_sync(modules, users_gradient_sync)
+            runtime.set_replicas_sync(True)
 
 
 def _set_fsdp_sync(modules: list[FSDPModule], value_of) -> None:
     """Past our own wrapper, which keeps what the user has set."""
-    setter = original_setter("set_requires_gradient_sync")
+    setter = original("set_requires_gradient_sync")
     for module in modules:
         setter(module, value_of(module), recurse=False)
 

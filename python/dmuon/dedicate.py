@@ -1,29 +1,15 @@
 """``dedicate_params``: the setup of FSDP2 training."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from dmuon import _C, checkpoint, fsdp2
-from dmuon.agreement import raise_everywhere
-from dmuon.axes import Axes, check_mesh, find_axes, with_ranks
-from dmuon.boundaries import Boundaries
-from dmuon.collect import Chosen, as_matrices, collect, nothing_selected, warn_unusual
-from dmuon.errors import choice
-from dmuon.groups import channel_groups, control_group
-from dmuon.hooks import Boundary
-from dmuon.names import clean
-from dmuon.policy import PolicyTable
-from dmuon.runtime import Runtime, register, runtime_of
-
-Predicate = Callable[[str, nn.Parameter], bool]
+from dmuon import fsdp2
+from dmuon.axes import check_mesh
+from dmuon.set_up import Predicate, Settings, set_up
 
 
 def dedicate_params(
@@ -104,180 +90,28 @@ def dedicate_params(
     check_mesh(mesh)
     if replicate_mesh is not None:
         check_mesh(replicate_mesh, "replicate_mesh")
-    try:
-        _check_arguments(tp_buffer_reuse, process_group_policy)
-        _check_model(model)
-        axes = find_axes(model, mesh, replicate_mesh, tuple(independent_dims))
-    except Exception as error:
-        raise_everywhere(control_group(mesh, tuple(range(dist.get_world_size()))), error)
-    control = control_group(mesh, axes.job)
-    try:
-        axes = with_ranks(axes, control)
-        chosen = collect(
-            model,
-            axes,
-            predicate,
-            PolicyTable(param_policy, compute_dtype),
-            Boundaries(
-                model, hook_boundary_predicate, hook_boundary_strict, hook_boundary_resolver
-            ),
-        )
-        if not chosen and not allow_empty:
-            raise ValueError(nothing_selected(model))
-        policy = _plan_policy(
-            owner_strategy,
-            owner_cost_model,
-            max_owners_per_group,
-            pack_small_params,
-            memory_limit_bytes,
-        )
-        plan = _plan(model, chosen, axes, policy) if chosen else None
-        lines = _proposal(
-            chosen, plan, reshard_after_forward, process_group_policy, tp_buffer_reuse
-        )
-    except Exception as error:
-        raise_everywhere(control, error)
-    subject = {
-        "subject": "dedicate the same parameters",
-        "advice": "Make the predicate a function of name, shape and dtype only, and build the same model "
-        "on every rank.",
-    }
-    _C.agree(control.group_name, lines, **subject)
-    if strict_init:
-        _C.agree(control.group_name, [_values(c) for c in chosen], **subject)
-    if not chosen:
-        return MappingProxyType({})
-    warn_unusual(model, chosen)
-    runtime = _install(model, axes, chosen, plan, control, process_group_policy, tp_buffer_reuse)
-    for unit in range(len(plan.units)):
-        runtime.adapter.unit(unit).reshard_after_forward = reshard_after_forward
-    return MappingProxyType({name: p.owner_rank for p in runtime.params for name in p.names})
-
-
-def _plan(model, chosen, axes: Axes, policy):
-    shard, replicate, tp = axes.sizes
-    matrices = as_matrices(model, chosen, tp)
-    return _C.make_plan(matrices=matrices, shard=shard, replicate=replicate, tp=tp, policy=policy)
-
-
-def _check_arguments(tp_buffer_reuse, process_group_policy) -> None:
-    choice("tp_buffer_reuse", tp_buffer_reuse, (False, True, "gather", "scatter", "all"))
-    choice("process_group_policy", process_group_policy, ("isolated", "shared"))
-
-
-def _check_model(model) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
-    if runtime_of(model, optional=True) is not None:
-        raise ValueError("dedicate_params was called on this model already. Call it once.")
-    sharded = [clean(path) for path, m in model.named_modules() if isinstance(m, fsdp2.FSDPModule)]
-    if sharded:
-        raise ValueError(
-            f"module {sharded[0] or 'the model'!r} went through fully_shard already. Call "
-            "dedicate_params before fully_shard."
-        )
-
-
-def _plan_policy(strategy, cost_model, max_owners, pack, memory_limit) -> "_C.PlanPolicy":
-    choice("owner_strategy", strategy, ("lpt", "round_robin"))
-    choice("owner_cost_model", cost_model, ("optimizer", "numel"))
-    for name, value in (("max_owners_per_group", max_owners), ("memory_limit_bytes", memory_limit)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(
-                f"{name} is {value!r}; it must be a whole number of at least 1, or None."
-            )
-    policy = _C.PlanPolicy()
-    policy.strategy = getattr(_C.OwnerStrategy, strategy)
-    policy.cost_model = getattr(_C.CostModel, cost_model)
-    policy.max_owners_per_group = max_owners or 0
-    policy.memory_limit_bytes = memory_limit or 0
-    policy.pack = bool(pack)
-    return policy
-
-
-def _proposal(chosen: list[Chosen], plan, *settings) -> list[str]:
-    """What must be equal on all ranks, one line per parameter."""
-    lines = [
-        f"{c.name}\t{tuple(c.parameter.shape)} {c.parameter.dtype} on {c.parameter.device.type}, "
-        f"unit {c.unit or 'root'!r}, {c.policy}, tied {c.names}, {_placements(c.parameter)}"
-        for c in chosen
-    ]
-    versions = f"dmuon {version('dmuon')}, torch {torch.__version__}"
-    digest = plan.digest() if plan else ""
-    return [*lines, f"the arguments of dedicate_params\tplan {digest}, {settings}, {versions}"]
-
-
-def _placements(parameter: torch.Tensor) -> str:
-    return str(parameter.placements) if isinstance(parameter, DTensor) else "plain"
-
-
-def _values(c: Chosen) -> str:
-    """Collective over the TP ranks where the parameter is a DTensor."""
-    whole = c.parameter.detach()
-    return f"{c.name}\tvalues {_checksum(whole.full_tensor() if isinstance(whole, DTensor) else whole)}"
-
-
-def _checksum(parameter: torch.Tensor) -> str:
-    """Of the bytes; a parameter on the meta device has none."""
-    if parameter.is_meta:
-        return "meta"
-    flat = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _install(
-    model, axes: Axes, chosen, plan, control, process_group_policy, tp_buffer_reuse
-) -> Runtime:
-    runtime = Runtime(model, chosen, plan, axes)
-    paths = list(dict.fromkeys(path for c in chosen for path in c.boundaries))
-    unit_index = {unit.name: i for i, unit in enumerate(plan.units)}
-    used = [
-        sorted({unit_index[c.unit or "root"] for c in chosen if path in c.boundaries})
-        for path in paths
-    ]
-    order = _registration_order(model, chosen, unit_index)
-    device, device_type = chosen[0].parameter.device, axes.shard.device_type
-    runtime.control = control
-    runtime.adapter = _C.Fsdp2Adapter(len(plan.units), float(axes.dp_size))
-    runtime.ring = _C.FlightRing()
-    runtime.engine = _C.Engine(
-        plan=plan,
-        boundaries=used,
-        encloses=[any(_inside(other, path) for other in paths) for path in paths],
-        order=_C.from_rank_0(control.group_name, order[::-1]),
-        adapter=runtime.adapter,
-        ring=runtime.ring,
-        groups=channel_groups(axes, control, process_group_policy),
-        lane_kind=_lane_kind(device_type, process_group_policy),
-        device=torch.device(device_type) if device.type == "meta" else device,
-        position=axes.position,
-        layouts=[c.layout.as_tuple(c.parameter.shape) for c in chosen],
-        share_gather_staging=tp_buffer_reuse in (True, "all", "gather"),
-        share_scatter_staging=tp_buffer_reuse in (True, "all", "scatter"),
+    settings = Settings(
+        hook_boundary_predicate=hook_boundary_predicate,
+        hook_boundary_strict=hook_boundary_strict,
+        hook_boundary_resolver=hook_boundary_resolver,
+        param_policy=param_policy,
+        compute_dtype=compute_dtype,
+        tp_buffer_reuse=tp_buffer_reuse,
+        process_group_policy=process_group_policy,
+        owner_strategy=owner_strategy,
+        owner_cost_model=owner_cost_model,
+        max_owners_per_group=max_owners_per_group,
+        pack_small_params=pack_small_params,
+        memory_limit_bytes=memory_limit_bytes,
+        independent_dims=tuple(independent_dims),
+        strict_init=strict_init,
+        allow_empty=allow_empty,
     )
-    runtime.adopt()
-    modules = {clean(path): module for path, module in model.named_modules()}
-    for index, path in enumerate(paths):
-        units = {plan.units[u].name for u in used[index]}
-        params = [p for p in runtime.params if p.unit in units]
-        runtime.boundary_hooks.append(Boundary(runtime, index, path, modules[path], params))
-    checkpoint.install_hooks(runtime)
-    register(model, runtime)
-    return runtime
-
-
-def _inside(path: str, other: str) -> bool:
-    return path != other and (other == "" or path.startswith(other + "."))
-
-
-def _lane_kind(device_type: str, policy: str) -> "_C.LaneKind":
-    if policy == "shared":
-        return _C.LaneKind.inline_
-    return _C.LaneKind.host if device_type == "cpu" else _C.LaneKind.device
-
-
-def _registration_order(model, chosen, unit_index) -> list[int]:
-    """Units as the model registers them, which is the order of most forwards."""
-    by_name = {name: unit_index[c.unit or "root"] for c in chosen for name in c.names}
-    names = (clean(name) for name, _ in model.named_parameters())
-    return list(dict.fromkeys(by_name[name] for name in names if name in by_name))
+    runtime = set_up(
+        model, mesh, replicate_mesh, predicate, settings, fsdp2, (reshard_after_forward,)
+    )
+    if runtime is None:
+        return MappingProxyType({})
+    for unit in range(len(runtime.plan.units)):
+        runtime.adapter.unit(unit).reshard_after_forward = reshard_after_forward
+    return runtime.owners()

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dmuon import _C
+
 
 class Ignored(Set):
     """The dedicated parameters of a model, or of all models: whatever object their slots hold when
@@ -120,6 +122,26 @@ def wrap_forward_method(module: nn.Module, method_name: str) -> None:
         return output
 
     setattr(module, method_name, with_whole_weights)
+
+
+def check_model(model: nn.Module) -> None:
+    """Nothing beyond what holds for all runtimes."""
+
+
+def check_axes(axes, chosen) -> None:
+    """Every mesh will do."""
+
+
+def check_complete(runtime) -> None:
+    """Parameters outside of any ``fully_shard`` are their user's affair."""
+
+
+def before_adopting(axes, chosen) -> None:
+    """Initial values are the owner's: nothing to do."""
+
+
+def make_adapter(units: int, ranks: int) -> "_C.Fsdp2Adapter":
+    return _C.Fsdp2Adapter(units, float(ranks))
 
 
 def check_slot(param) -> None:

@@ -35,6 +35,11 @@ def channel_groups(axes: Axes, control, policy: str) -> "_C.GroupNames":
     return names
 
 
+def own_group(mesh: DeviceMesh, role: str):
+    """Collective over the mesh. A group of its ranks that nobody else uses."""
+    return _group(mesh.get_group(), role)
+
+
 def _group(like, role: str, ranks: tuple[int, ...] | None = None, backend: str | None = None):
     ranks = tuple(dist.get_process_group_ranks(like)) if ranks is None else ranks
     key, world = (ranks, role), dist.group.WORLD

@@ -39,43 +39,6 @@ def _plain(value):
     return value.item() if hasattr(value, "item") else value
 
 
-def summarize_comm_plan(model: nn.Module) -> dict:
-    """What moves per step: per unit its owners, messages and bytes; and the totals of the whole job.
-
-    Bytes are those on the wire, in the job: a broadcast or a reduction of P bytes takes (N-1) P.
-    """
-    runtime = runtime_of(model)
-    runtime.settle()
-    others = len(runtime.global_ranks) - 1
-    units = []
-    for i, unit in enumerate(runtime.plan.units):
-        settings = runtime.adapter.unit(i)
-        numel = sum(_numel(runtime.plan, segment) for segment in unit.segments)
-        materialisations = 2 if settings.reshard_after_forward else 1
-        units.append(
-            {
-                "unit": unit.name,
-                "matrices": sum(len(segment.matrices) for segment in unit.segments),
-                "owners": sorted({runtime.global_ranks[s.owner] for s in unit.segments}),
-                "messages_per_materialisation": len(unit.segments),
-                "materialisations_per_step": materialisations,
-                "materialise_bytes": others * numel * settings.compute_dtype.itemsize,
-                "reduce_bytes": others * numel * settings.reduce_dtype.itemsize,
-                "compute_dtype": str(settings.compute_dtype),
-                "reduce_dtype": str(settings.reduce_dtype),
-            }
-        )
-    per_step = sum(
-        u["materialisations_per_step"] * u["materialise_bytes"] + u["reduce_bytes"] for u in units
-    )
-    return {"ranks": others + 1, "units": units, "bytes_per_step": per_step}
-
-
-def _numel(plan, segment) -> int:
-    shapes = (plan.matrices[m] for m in segment.matrices)
-    return sum(m.batch * m.rows * m.cols for m in shapes)
-
-
 def report(model: nn.Module) -> Mapping:
     """What this rank has done since setup, and the plan it follows. JSON-friendly.
 
@@ -118,7 +81,7 @@ def report(model: nn.Module) -> Mapping:
 def _tensor_parallel(runtime, muon) -> dict | None:
     """What moves over the TP axis; None without one. Bytes are per step, in one owner's TP group; of
     staging, on this rank."""
-    shard, replicate, tp = runtime.axes.sizes
+    tp = runtime.axes.sizes[2]
     if tp == 1:
         return None
     staging = {}
@@ -161,11 +124,15 @@ def _describe(param: DedicatedParam, optimizer) -> dict:
     if optimizer is not None and param.route == "muon":
         shape = (matrix.batch, matrix.rows, matrix.cols)
         kernel = _C.newton_schulz_kernel(*shape, optimizer._ns_options)
+        if param.in_shards:
+            kernel = "gram in shards"
     return {
         "name": param.param_name,
         "shape": list(param.full_shape),
         "unit": param.unit,
         "owner": param.owner_rank,
+        "ranks": param.cell_ranks,
+        "shard_dim": param.shard_dim,
         "route": param.route,
         "kernel": kernel,
     }

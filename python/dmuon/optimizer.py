@@ -121,6 +121,7 @@ class Muon(torch.optim.Optimizer):
             replicate_async=replicate_async,
             tp_distributed_gram=(bool(tp_distributed_gram), tp_distributed_gram_policy),
         )
+        runtime.engine.spread_values()
         self._muon = _C.Optimizer(
             engine=runtime.engine,
             newton_schulz=self._ns_options,

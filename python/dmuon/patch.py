@@ -1,5 +1,6 @@
 """What ``import dmuon`` changes in torch, and how it is undone."""
 
+import contextlib
 import functools
 import sys
 import warnings
@@ -9,8 +10,10 @@ import torch
 import torch.distributed.fsdp as public
 import torch.distributed.tensor.parallel as parallel
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
+from dmuon import ddp
 from dmuon.errors import listed
 from dmuon.fsdp2 import Ignored, Union, units_under, wrap_forward_method
 
@@ -38,7 +41,8 @@ def install_patch() -> None:
     Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
     ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
     public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_``,
-    ``parallelize_module`` and ``GradScaler.unscale_``.
+    ``parallelize_module``, ``GradScaler.unscale_``, and the constructor and ``no_sync`` of
+    ``DistributedDataParallel``.
     """
     if _originals:
         return
@@ -60,6 +64,8 @@ def install_patch() -> None:
     register = public.register_fsdp_forward_method
     _originals["register_fsdp_forward_method"] = register
     _rebind(register, _wrap_register(register))
+    _patch(DistributedDataParallel, "no_sync", _wrap_no_sync(DistributedDataParallel.no_sync))
+    _patch(DistributedDataParallel, "__init__", _wrap_ddp(DistributedDataParallel.__init__))
     _patch(torch.amp.GradScaler, "unscale_", _wrap_unscale(torch.amp.GradScaler.unscale_))
     _originals["parallelize_module"] = parallel.parallelize_module
     _rebind(parallel.parallelize_module, _wrap_parallelize(parallel.parallelize_module))
@@ -82,12 +88,15 @@ def uninstall_patch() -> None:
     for name in _SETTERS:
         setattr(FSDPModule, name, _originals[name])
     torch.amp.GradScaler.unscale_ = _originals["unscale_"]
+    for name in ("no_sync", "__init__"):
+        setattr(DistributedDataParallel, name, _originals[name])
     _originals.clear()
 
 
-def original_setter(name: str):
-    """A public setter of FSDPModule without our wrapper."""
-    return _originals.get(name) or getattr(FSDPModule, name)
+def original(name: str):
+    """A public method of FSDPModule or DistributedDataParallel without our wrapper."""
+    owner = FSDPModule if hasattr(FSDPModule, name) else DistributedDataParallel
+    return _originals.get(name) or getattr(owner, name)
 
 
 def _patch(owner, name: str, replacement) -> None:
@@ -135,6 +144,32 @@ def _wrap_register(original):
         wrap_forward_method(module, method_name)
 
     return register_fsdp_forward_method
+
+
+def _wrap_ddp(original):
+    @functools.wraps(original)
+    def __init__(self, module, *args, **kwargs):
+        ddp.check_wrap(module)
+        original(self, module, *args, **kwargs)
+        ddp.note_wrapped(module, self)
+
+    return __init__
+
+
+def _wrap_no_sync(original):
+    """Dedicated gradients are not reduced either."""
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def no_sync(self):
+        from dmuon.control import held
+        from dmuon.runtime import runtime_of
+
+        runtime = runtime_of(self, optional=True)
+        with original(self), contextlib.nullcontext() if runtime is None else held(runtime):
+            yield
+
+    return no_sync
 
 
 def _wrap_parallelize(original):

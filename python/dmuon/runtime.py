@@ -1,14 +1,18 @@
 """What a model under dmuon has: the engine, its parameters, its hooks."""
 
+import atexit
+import contextlib
 import warnings
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dmuon import _C, fsdp2
+from dmuon import _C
 from dmuon.axes import Axes
 from dmuon.collect import Chosen
 from dmuon.errors import listed
@@ -84,6 +88,11 @@ class DedicatedParam:
         return self.owner_rank == self.runtime.global_rank
 
     @property
+    def resident(self) -> bool:
+        """Whether the whole weight is on every rank, all the time."""
+        return isinstance(self.runtime.adapter, _C.DdpAdapter)
+
+    @property
     def parameter(self) -> nn.Parameter:
         return self.slots[0].current
 
@@ -98,16 +107,17 @@ class DedicatedParam:
 class Runtime:
     """One model under dmuon. Made by ``dedicate_params``."""
 
-    def __init__(self, model: nn.Module, chosen: list[Chosen], plan, axes: Axes):
+    def __init__(self, model: nn.Module, chosen: list[Chosen], plan, axes: Axes, front):
         self.model = weakref.ref(model)
         self.plan = plan
         self.axes = axes
+        self.front = front  # the module of the runtime: fsdp2, ddp
         self.global_ranks = axes.ranks
         self.global_rank = torch.distributed.get_rank()
         self.tp_rank = axes.position[2]
         self.params = [self._param(i, c) for i, c in enumerate(chosen)]
         self.engine: _C.Engine = None
-        self.adapter: _C.Fsdp2Adapter = None
+        self.adapter: _C.RuntimeAdapter = None
         self.ring: _C.FlightRing = None
         self._counts: dict = {}
         self.control = None  # process group of agreements and norms
@@ -117,6 +127,11 @@ class Runtime:
         self.on_device = False
         self.stepped = False
         self.no_sync_depth = 0
+        self.replicas = None  # what keeps the symmetric parameters equal, where dmuon does
+
+    def owners(self) -> Mapping[str, int]:
+        """Read-only: every name of every parameter -> owner rank. It keeps no weights alive."""
+        return MappingProxyType({name: p.owner_rank for p in self.params for name in p.names})
 
     @property
     def job_group(self):
@@ -171,7 +186,7 @@ class Runtime:
         """Before the first forward or step: what FSDP2 was told is known now. Idempotent."""
         if self.settled:
             return
-        fsdp2.settle(self)
+        self.front.settle(self)
         self.adopt_new()
         self.settled = True
 
@@ -185,6 +200,7 @@ class Runtime:
         if self.on_device:
             return
         self.settle()
+        self.front.check_complete(self)
         meta = [p.param_name for p in self.params if p.parameter.is_meta]
         if meta:
             raise ValueError(
@@ -209,6 +225,10 @@ class Runtime:
     def _owned_trainable(self) -> bool:
         return any(p.is_owner and p.parameter.requires_grad for p in self.params)
 
+    def set_replicas_sync(self, on: bool) -> None:
+        if self.replicas is not None:
+            self.replicas.set_synchronize(on)
+
     def set_value(self, param: DedicatedParam, value: torch.Tensor) -> None:
         """Gives a parameter a new value. Every rank must call it; the owner's value counts."""
         if param.parameter.is_meta:
@@ -224,7 +244,7 @@ class Runtime:
     def slot_replaced(self, boundary) -> None:
         """A slot of the boundary holds another object than ours."""
         for param in boundary.params:
-            fsdp2.check_slot(param)
+            self.front.check_slot(param)
         raise ValueError(
             f"a dedicated parameter of module {boundary.path!r} was replaced after dedicate_params "
             f"(one of {listed([p.param_name for p in boundary.params])}). Replace parameters before "
@@ -233,7 +253,16 @@ class Runtime:
 
 
 def register(model: nn.Module, runtime: Runtime) -> None:
+    if not _runtimes:
+        atexit.register(_drain)
     _runtimes[model] = runtime
+
+
+def _drain() -> None:
+    """At exit: peers wait for the publishes that this rank has not sent yet."""
+    for runtime in runtimes():
+        with contextlib.suppress(Exception):
+            runtime.engine.wait_publishes()
 
 
 def runtimes() -> list[Runtime]:

@@ -1,12 +1,14 @@
 """Holds a script run by dmuon on several ranks against the same script on one process.
 
-A script is a function of a `Run`. It loops over `run.ranks`, which is this rank under dmuon and
-all ranks, one after the other, under the oracle; `run.loss` carries the factor that makes the
-gradients means over the ranks. So cases in which ranks differ have a reference too.
+A script is a function of a `Run`. It loops over `run.ranks`, which is this rank's data-parallel
+coordinate under dmuon and all of them, one after the other, under the oracle; `run.loss` carries
+the factor that makes the gradients means over them. So cases in which ranks differ have a
+reference too. The tensor-parallel ranks of one coordinate see the same data.
 """
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import dmuon
@@ -14,13 +16,39 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from tests.support.meshes import flat
 from tests.support.models import INPUTS, OUTPUTS, Net, in_blocks, shard
-from tests.support.oracle import Oracle, assert_weights_close, relative_error
+from tests.support.oracle import Oracle, assert_weights_close
+from tests.support.weights import (  # noqa: F401
+    PLACEHOLDER_BYTES,
+    assert_released,
+    assert_same,
+    clean_name,
+    clean_weights,
+    dedicated_objects,
+    full_weights,
+    gathered,
+    named_slots,
+    owned_weights,
+    total,
+)
 
-BATCH = 96  # divides by 2, 3 and 4, and is large enough that gradients have full rank
-PLACEHOLDER_BYTES = 16
+BATCH = 96  # divides by 2, 3, 4 and 8, and is large enough that gradients have full rank
+OF_THE_ENGINE = (  # keywords of dmuon.Muon that change no number
+    "replicate_async",
+    "tp_distributed_gram",
+    "tp_distributed_gram_policy",
+)
+
+
+def regression(g):
+    """Input and target of all ranks together."""
+    return torch.randn(BATCH, INPUTS, generator=g), torch.randn(BATCH, OUTPUTS, generator=g)
+
+
+def mean_square(model, x, y):
+    return F.mse_loss(model(x).to(y.dtype), y)
 
 
 @dataclass
@@ -32,15 +60,17 @@ class Run:
     managed: bool  # by dmuon; else this is the oracle
     steps: int = 0
     losses: list = field(default_factory=list)
+    sample: Callable = regression
+    criterion: Callable = mean_square
 
     def batch(self, step, rank, part=0, parts=1):
         """Input and target of one rank; of one micro-batch of it where `parts` is given."""
-        g = torch.Generator().manual_seed(step)
         dtype = torch.float32 if self.managed else next(self.model.parameters()).dtype
-        x = torch.randn(BATCH, INPUTS, generator=g).to(dtype)
-        y = torch.randn(BATCH, OUTPUTS, generator=g).to(dtype)
-        piece = slice(part, None, parts)
-        return x.chunk(self.world_size)[rank][piece], y.chunk(self.world_size)[rank][piece]
+        mine = (
+            t.chunk(self.world_size)[rank][part::parts]
+            for t in self.sample(torch.Generator().manual_seed(step))
+        )
+        return tuple(t.to(dtype) if t.is_floating_point() else t for t in mine)
 
     @property
     def scale(self):
@@ -48,7 +78,7 @@ class Run:
 
     def loss(self, step, rank, part=0, parts=1):
         x, y = self.batch(step, rank, part, parts)
-        loss = self.scale * F.mse_loss(self.model(x), y)
+        loss = self.scale * self.criterion(self.model, x, y)
         self.losses.append(loss.item())
         return loss
 
@@ -78,12 +108,15 @@ def three_steps(run):
 
 def check_parity(
     rank,
-    world_size,
+    layout,
     script=three_steps,
     *,
     make_model=Net,
     predicate=in_blocks,
     wrap=shard,
+    parallelize=None,
+    sample=regression,
+    criterion=mean_square,
     dedicate=None,
     muon=None,
     oracle=None,
@@ -94,44 +127,63 @@ def check_parity(
 ):
     """Runs `script` under dmuon and under the oracle; returns the dmuon run after comparing.
 
+    `layout` is a number of ranks, or a Layout. `parallelize(model, tp mesh)` comes before all else.
     `dedicate` and `muon` are keywords of dmuon's calls; those of `muon` that the oracle knows too
     reach it. `muon_names` says which parameters Muon trains, where that is not all the predicate
     selects. `prepare(run)` is called on all runs before the script.
     """
-    dedicate, muon, oracle = dedicate or {}, muon or {}, oracle or {}
+    layout, muon = as_layout(layout), muon or {}
     torch.manual_seed(7)
     plain = make_model()
     chosen = {n for n, p in plain.named_parameters() if (muon_names or predicate)(n, p)}
     model = copy.deepcopy(plain)
-    mesh = cpu_mesh(world_size)
-    dmuon.dedicate_params(model, mesh, predicate=predicate, **dedicate)
-    wrap(model, mesh)
-    run = Run(model, dmuon.Muon(model, **copy.deepcopy(muon)), [rank], world_size, managed=True)
+    task = {"sample": sample, "criterion": criterion}
+    put_under_dmuon(model, layout, predicate, wrap, parallelize, dedicate)
+    run = _managed_run(model, layout, rank, muon, task)
     objects = dedicated_objects(model)
     _run(run, script, prepare)
     assert dedicated_objects(model) == objects, "a dedicated Parameter was replaced"
     if transient:
-        assert_released(model)
+        assert_released(model, lambda owner: layout.holds_copy(rank, owner))
     weights, calls = full_weights(model), total(dmuon.report(model)["ns_calls"])
-    mean_losses = total(run.losses) if run.losses else None
+    mean_losses = total(run.losses) / layout.ranks if run.losses else None
     if rank == 0:
-        known = {k: v for k, v in muon.items() if k not in ("replicate_async", "ns_backend")}
-        known |= oracle
-        exact = _oracle_run(copy.deepcopy(plain).double(), chosen, world_size, known)
+        known = {k: v for k, v in muon.items() if k not in (*OF_THE_ENGINE, "ns_backend")}
+        known |= oracle or {}
+        exact = _oracle_run(copy.deepcopy(plain).double(), chosen, layout, known, task)
         known |= {"ns_backend": muon.get("ns_backend", "gram")}
-        single = _oracle_run(copy.deepcopy(plain), chosen, world_size, known)
+        single = _oracle_run(copy.deepcopy(plain), chosen, layout, known, task)
         for reference in (exact, single):
             _run(reference, script, prepare)
         _compare(weights, exact, single)
         if count_ns:
             assert calls == exact.optimizer.ns_calls, f"{calls} NS calls in the job"
-        _compare_losses(mean_losses, exact, world_size)
+        _compare_losses(mean_losses, exact)
     return run
 
 
-def _oracle_run(model, chosen, world_size, options):
-    optimizer = Oracle(model, chosen, **copy.deepcopy(options))
-    return Run(model, optimizer, list(range(world_size)), world_size, managed=False)
+def as_layout(layout):
+    return flat(layout) if isinstance(layout, int) else layout
+
+
+def put_under_dmuon(model, layout, predicate, wrap, parallelize=None, dedicate=None):
+    """The calls of every training script, in their order."""
+    mesh = layout.mesh()
+    if parallelize is not None:
+        parallelize(model, mesh[layout.tp_name])
+    dmuon.dedicate_params(model, predicate=predicate, **layout.slices(mesh), **(dedicate or {}))
+    wrap(model, layout.data_mesh(mesh))
+
+
+def _managed_run(model, layout, rank, muon, task):
+    optimizer = dmuon.Muon(model, **copy.deepcopy(muon or {}))
+    ranks = [layout.data_rank(rank)]
+    return Run(model, optimizer, ranks, layout.data_ranks, managed=True, **task)
+
+
+def _oracle_run(model, chosen, layout, options, task):
+    optimizer, ranks = Oracle(model, chosen, **copy.deepcopy(options)), range(layout.data_ranks)
+    return Run(model, optimizer, list(ranks), layout.data_ranks, managed=False, **task)
 
 
 def _run(run, script, prepare):
@@ -148,97 +200,34 @@ def _compare(weights, exact, single):
     assert_weights_close(weights, clean_weights(exact.model), clean_weights(single.model), steps)
 
 
-def _compare_losses(got, exact, world_size):
+def _compare_losses(got, exact):
     if got is None:
         return
     want = sum(exact.losses)
-    assert abs(got / world_size - want) <= 1e-5 * abs(want), f"losses {got / world_size}, {want}"
+    assert abs(got - want) <= 1e-5 * abs(want), f"losses {got}, {want}"
 
 
 def cpu_mesh(world_size):
     return init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
 
 
-def clean_weights(model):
-    return {clean_name(n): p for n, p in model.named_parameters()}
-
-
-def dedicated_objects(model):
-    slots = named_slots(model)
-    return {p.fqn: id(slots[clean_name(p.fqn)]) for p in dmuon.get_dedicated_params(model)}
-
-
-def clean_name(name):
-    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name
-
-
-def total(values):
-    """Sum over the ranks (and over the list, if it is one)."""
-    value = torch.tensor(float(sum(values) if isinstance(values, list) else values)).double()
-    dist.all_reduce(value)
-    return value.item()
-
-
-def owned_weights(model):
-    """Every dedicated weight by name, collected from its owner; the same on all ranks."""
-    mine = {
-        p.fqn: p._owned_data.detach().clone()
-        for p in dmuon.get_owned_params(model, dist.get_rank())
-    }
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    names = [name for part in parts for name in part]
-    assert len(names) == len(set(names)), f"more than one owner: {sorted(names)}"
-    return {clean_name(name): w for part in parts for name, w in part.items()}
-
-
-def full_weights(model):
-    """Every parameter by name, whole, on every rank."""
-    weights = owned_weights(model)
-    dedicated = {clean_name(p.fqn) for p in dmuon.get_dedicated_params(model)}
-    assert set(weights) == dedicated, f"no owner for {dedicated - set(weights)}"
-    slots = named_slots(model)
-    taken = {id(slots[name]) for name in dedicated}
-    for name, p in model.named_parameters():
-        if id(p) not in taken:
-            p = p.detach()
-            weights[clean_name(name)] = p.full_tensor() if isinstance(p, DTensor) else p.clone()
-    return weights
-
-
-def named_slots(model):
-    """Every name of every parameter: a tied one has several."""
-    return {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-
-
-def assert_released(model):
-    """Between uses a rank that does not own a matrix holds a few bytes of it, and no gradient."""
-    theirs = {p.fqn for p in dmuon.get_dedicated_params(model) if not p.is_owner}
-    for name, p in model.named_parameters():
-        if clean_name(name) in {clean_name(n) for n in theirs}:
-            size = p.untyped_storage().nbytes()
-            assert size <= PLACEHOLDER_BYTES, f"{name}: {size} bytes between uses"
-
-
-def assert_same(got, want):
-    """Bitwise, by name."""
-    assert got.keys() == want.keys(), f"names differ: {set(got) ^ set(want)}"
-    for name in want:
-        assert torch.equal(got[name], want[name]), (
-            f"{name}: relative difference {relative_error(got[name], want[name]):.2e}"
-        )
-
-
-def setup(world_size, *, make_model=Net, predicate=in_blocks, wrap=shard, dedicate=None, muon=None):
+def setup(
+    layout,
+    *,
+    make_model=Net,
+    predicate=in_blocks,
+    wrap=shard,
+    parallelize=None,
+    dedicate=None,
+    muon=None,
+    **task,
+):
     """A dmuon run that nothing is compared with."""
+    layout = as_layout(layout)
     torch.manual_seed(7)
-    model, mesh = make_model(), cpu_mesh(world_size)
-    dmuon.dedicate_params(model, mesh, predicate=predicate, **(dedicate or {}))
-    wrap(model, mesh)
-    optimizer = dmuon.Muon(model, **(muon or {}))
-    return Run(model, optimizer, [dist.get_rank()], world_size, managed=True)
+    model = make_model()
+    put_under_dmuon(model, layout, predicate, wrap, parallelize, dedicate)
+    return _managed_run(model, layout, dist.get_rank(), muon, task)
 
 
 def errors_of_all(call):
@@ -248,9 +237,7 @@ def errors_of_all(call):
         mine = None
     except Exception as error:
         mine = (tuple(c.__name__ for c in type(error).__mro__), str(error))
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return gathered(mine)
 
 
 def assert_all_raise(call, kind, *words):

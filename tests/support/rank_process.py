@@ -13,6 +13,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
+KEPT = ("dmuon", "mesh_")
+
 
 def serve(rank, world_size, folder, pipe):
     _redirect_output(f"{folder}/{rank}.log")
@@ -59,12 +61,14 @@ def _answer(rank, world_size, module, qualname, args):
 def _clean():
     """Frees what the task left: reference cycles first, then its process groups, on all ranks.
 
-    Those of dmuon stay: it makes them once per set of ranks and uses them for every model.
+    Those of dmuon stay: it makes them once per set of ranks and uses them for every model. Those of
+    mesh axes stay too: DTensor remembers what it has worked out by meshes that compare equal, and
+    goes on with the groups of the first one.
     """
     gc.collect()
     dist.barrier()
     world = dist.distributed_c10d._world
     for group in [g for g in world.pg_map if g is not dist.group.WORLD]:
-        if not group.group_desc.startswith("dmuon"):
+        if not group.group_desc.startswith(KEPT) or group.group_desc == "mesh_default":
             dist.destroy_process_group(group)
     torch.set_default_dtype(torch.float32)

@@ -1,0 +1,36 @@
+// DDP's answers: whole weights on every rank, all the time; gradients are means over the ranks.
+#pragma once
+#include <vector>
+
+#include "engine/runtime_adapter.h"
+
+namespace dmuon {
+
+struct DdpUnit {
+  c10::ScalarType compute_dtype = c10::ScalarType::Float;
+  c10::ScalarType reduce_dtype = c10::ScalarType::Float;
+};
+
+class DdpAdapter final : public RuntimeAdapter {
+ public:
+  DdpAdapter(int units, double ranks) : units_(units), ranks_(ranks) {}
+
+  DdpUnit& unit(int index) { return units_.at(index); }
+
+  // Gradients are kept until the outermost one is left. Nests.
+  void enter_no_sync() { ++no_sync_depth_; }
+  void leave_no_sync() { --no_sync_depth_; }
+
+  Residency residency(int) const override { return Residency::resident; }
+  bool synchronize(int) const override { return no_sync_depth_ == 0; }
+  double divisor(int) const override { return ranks_; }
+  c10::ScalarType compute_dtype(int unit) const override { return units_[unit].compute_dtype; }
+  c10::ScalarType reduce_dtype(int unit) const override { return units_[unit].reduce_dtype; }
+
+ private:
+  std::vector<DdpUnit> units_;
+  double ranks_;
+  int no_sync_depth_ = 0;
+};
+
+}  // namespace dmuon
