@@ -86,25 +86,17 @@ class Axes:
         return self.ranks[cell * tp : (cell + 1) * tp]
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank counts the elements it holds of ``parameter``: over the job each once."""
-        held = self._sharded_over(parameter)
-        meshes = (self.shard, self.replicate, self.tp)
-        return all(
-            coordinate == 0 or ranks_of(mesh) in held
-            for mesh, coordinate in zip(meshes, self.position)
-            if mesh is not None
-        )
-
-    @staticmethod
-    def _sharded_over(parameter: torch.Tensor) -> set[tuple[int, ...]]:
+        """Whether this rank counts the elements it holds of ``parameter``: over the job each once,
+        whatever mesh it lies on."""
         if not isinstance(parameter, DTensor):
-            return set()
+            return dist.get_rank() == self.job[0]
         mesh = parameter.device_mesh
-        return {
-            tuple(dist.get_process_group_ranks(mesh.get_group(i)))
+        first = self.job[0] in mesh.mesh.flatten().tolist()  # else a copy of that mesh counts
+        return first and all(
+            mesh.get_local_rank(i) == 0
             for i, placement in enumerate(parameter.placements)
-            if not placement.is_replicate()
-        }
+            if placement.is_replicate()
+        )
 
 
 def find_axes(
