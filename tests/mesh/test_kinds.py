@@ -175,8 +175,7 @@ def test_meta_construction_then_to_empty(layout):
 
 
 def check_meta(rank, layout):
-    """Shapes first, values later. The ranks of one shard must draw the same values, so each weight
-    is drawn whole, from a seed of its own, as torch's own scripts do for DTensors."""
+    """Shapes first, values later: afterwards training goes on as with any other values."""
     task = {k: v for k, v in subject(layout).items() if k != "make_model"}
     with torch.device("meta"):
         model = subject(layout).get("make_model", Net)()
@@ -186,7 +185,6 @@ def check_meta(rank, layout):
     dmuon.dedicate_params(model, predicate=in_blocks, **layout.slices(mesh))
     shard(model, layout.data_mesh(mesh))
     model.to_empty(device="cpu")
-    torch.manual_seed(11)
     initialise(model)
     optimizer = dmuon.Muon(model)
     run = Run(model, optimizer, [layout.data_rank(rank)], layout.data_ranks, managed=True, **task)
@@ -205,12 +203,24 @@ def check_meta(rank, layout):
 
 
 def initialise(model):
+    """Each weight is drawn whole, from a seed of its own: on shards of different sizes the random
+    numbers of ranks would run apart."""
     with torch.no_grad():
-        for p in model.parameters():
+        for seed, p in enumerate(model.parameters()):
+            whole = torch.empty(p.shape)
             if p.ndim == 1:
-                p.fill_(0.5)
+                whole.fill_(0.5)
             else:
-                nn.init.normal_(p, std=0.3)
+                whole.normal_(std=0.3, generator=torch.Generator().manual_seed(seed))
+            p.copy_(laid_out_as(p, whole))
+
+
+def laid_out_as(p, whole):
+    if not isinstance(p, DTensor):
+        return whole
+    everywhere = [Replicate()] * p.device_mesh.ndim
+    whole = DTensor.from_local(whole, p.device_mesh, everywhere, run_check=False)
+    return whole.redistribute(placements=p.placements)
 
 
 @on([dp_tp(2, 2)])
