@@ -23,6 +23,7 @@ from tests.support.parity import (
     check_parity,
     clean_weights,
     full_weights,
+    owned_weights,
     setup,
     three_steps,
 )
@@ -221,6 +222,26 @@ def laid_out_as(p, whole):
     everywhere = [Replicate()] * p.device_mesh.ndim
     whole = DTensor.from_local(whole, p.device_mesh, everywhere, run_check=False)
     return whole.redistribute(placements=p.placements)
+
+
+@on([dp_tp(2, 2), hsdp(2, 2), cube(2, 1, 2)])
+def test_initial_values_are_those_of_one_rank_whoever_owns(layout):
+    run_on(layout, check_initial_values)
+
+
+def check_initial_values(rank, layout):
+    """Plain weights that start apart, on the TP ranks of one cell too, are one weight from then on."""
+    torch.manual_seed(100 + rank)
+    plain = subject(layout).get("make_model", Net)()
+    mine = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    run = setup(layout, **subject(layout) | {"make_model": lambda: plain})
+    start = owned_weights(run.model)
+    name = "blocks.1.parts.plain.weight" if layout.tp_name else "blocks.1.up.weight"
+    for p in dmuon.get_owned_params(run.model, rank):
+        if p.fqn == name and p.is_tp_owner:
+            assert torch.equal(start[name], mine[name])
+    three_steps(run)
+    assert not torch.equal(owned_weights(run.model)[name], start[name])
 
 
 @on([dp_tp(2, 2)])
