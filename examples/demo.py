@@ -1,10 +1,12 @@
 """Muon under dmuon against AdamW: the same model, batches and number of steps.
 
-    torchrun --nproc-per-node 4 examples/demo.py
+    torchrun --nproc-per-node 4 examples/demo.py [--runtime ddp]
 
 Trains twice, draws both validation curves, and checks dmuon against training in one process.
 """
 
+import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import one_process
@@ -17,19 +19,22 @@ OPTIONS = train_gpt.Options(eval_every=5, check=5, out=Path("out/demo"))
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    train_gpt.add_runtime(parser)
+    options = replace(OPTIONS, runtime=parser.parse_args().runtime or OPTIONS.runtime)
     corpus = load_corpus()
     mesh = train_gpt.start_processes()
     adamw, muon = (
-        train_gpt.run_recipe(TUNED[name], corpus, mesh, OPTIONS) for name in ("adamw", "dmuon")
+        train_gpt.run_recipe(TUNED[name], corpus, mesh, options) for name in ("adamw", "dmuon")
     )
     is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
     dist.destroy_process_group()
     if not is_first:
         return
     print(verdict(adamw, muon))
-    draw(adamw, muon, OPTIONS.out / "curves.png")
+    draw(adamw, muon, options.out / "curves.png")
     judged = mesh.device_type == "cpu"
-    one_process.check(muon.recipe, corpus, OPTIONS.check, OPTIONS.out, world_size, judged=judged)
+    one_process.check(muon.recipe, corpus, options.check, options.out, world_size, judged=judged)
 
 
 def steps_to_reach(run: train_gpt.Run, loss: float) -> int | None:

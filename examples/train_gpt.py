@@ -1,6 +1,6 @@
-"""Train a small GPT with FSDP2: with dmuon, or with AdamW alone.
+"""Train a small GPT with FSDP2 or DDP: with dmuon, or with AdamW alone.
 
-torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon
+torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon --runtime ddp
 """
 
 import os
@@ -24,6 +24,8 @@ from tables import as_tables
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
@@ -37,6 +39,7 @@ class Options:
 
     eval_every: int = 10
     check: int = 0  # save the weights after this many steps; 0: never
+    runtime: str = "fsdp2"  # or "ddp": whole weights on every rank
     out: Path = Path("out/train")
 
 
@@ -88,6 +91,7 @@ def main() -> None:
 def parse_args() -> tuple[Recipe, Options]:
     parser = make_parser(__doc__)
     parser.add_argument("--optimizer", choices=list(TUNED), default="dmuon")
+    add_runtime(parser)
     return settings(vars(parser.parse_args()))
 
 
@@ -106,9 +110,15 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_runtime(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runtime", choices=list(RUNTIMES), help="fsdp2 where it is not given")
+
+
 def settings(arguments: dict) -> tuple[Recipe, Options]:
     given = {key: value for key, value in arguments.items() if value is not None}
-    options = {key: given.pop(key) for key in ("eval_every", "check", "out") if key in given}
+    options = {
+        key: given.pop(key) for key in ("eval_every", "check", "runtime", "out") if key in given
+    }
     return replace(TUNED[given["optimizer"]], **given), Options(**options)
 
 
@@ -124,7 +134,7 @@ def start_processes() -> DeviceMesh:
 
 
 def run_recipe(recipe: Recipe, corpus: Corpus, mesh: DeviceMesh, options: Options) -> Run:
-    model, optimizer = build(recipe, mesh)
+    model, optimizer = build(recipe, mesh, options.runtime)
     share = Share(mesh.get_local_rank(), mesh.size(), mesh.device_type)
     return run_model(recipe, corpus, share, model, optimizer, options)
 
@@ -144,18 +154,32 @@ def run_model(
     return run
 
 
-def build(recipe: Recipe, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
+def build(recipe: Recipe, mesh: DeviceMesh, runtime: str) -> tuple[nn.Module, Optimizer]:
     model = recipe.initial_model().to(mesh.device_type)
-    if recipe.optimizer == "dmuon":
-        dmuon.dedicate_params(model, mesh, predicate=is_hidden_matrix)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = RUNTIMES[runtime](model, mesh, dedicated=recipe.optimizer == "dmuon")
     if recipe.optimizer == "dmuon":
         return model, make_muon(recipe, model)
     return model, AdamW(
         model.parameters(), recipe.adamw_lr, recipe.betas, weight_decay=recipe.weight_decay
     )
+
+
+def under_fsdp2(model: nn.Module, mesh: DeviceMesh, dedicated: bool) -> nn.Module:
+    if dedicated:
+        dmuon.dedicate_params(model, mesh, predicate=is_hidden_matrix)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def under_ddp(model: nn.Module, mesh: DeviceMesh, dedicated: bool) -> nn.Module:
+    if not dedicated:
+        return DistributedDataParallel(model, process_group=mesh.get_group())
+    dmuon.dedicate_params_ddp(model, mesh, predicate=is_hidden_matrix)
+    return dmuon.replicate(model, mesh)  # or DistributedDataParallel(model), as above
+
+
+RUNTIMES = {"fsdp2": under_fsdp2, "ddp": under_ddp}
 
 
 def make_muon(recipe: Recipe, model: nn.Module) -> dmuon.Muon:
@@ -228,10 +252,15 @@ def save_weights(model: nn.Module, recipe: Recipe, folder: Path) -> None:
     if recipe.optimizer == "dmuon":
         weights = dmuon.get_model_state_dict(model)
     else:
-        weights = {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
+        named = getattr(model, "module", model).named_parameters()
+        weights = {name: whole(p).detach().cpu() for name, p in named}
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(weights, one_process.weights_file(folder, recipe))
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def show(run: Run, model: nn.Module, share: Share) -> None:

@@ -110,9 +110,13 @@ class _Load(_Save):
     def __call__(self, module, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         for attribute, param in self._held:
             key = prefix + attribute
-            if key in state_dict:
-                self._load(param, key, state_dict[key], errors)
-                state_dict[key] = module._parameters[attribute]  # torch then copies it onto itself
+            if key not in state_dict:
+                continue
+            value, fine = state_dict[key], len(errors)
+            self._load(param, key, value, errors)
+            shown = param.resident and len(errors) == fine and not isinstance(value, OwnedTensor)
+            # torch copies it there, onto itself where nothing is shown
+            state_dict[key] = _local(param, value) if shown else module._parameters[attribute]
 
     @staticmethod
     def _load(param, key, value, errors) -> None:
@@ -127,6 +131,13 @@ class _Load(_Save):
             errors.append(f"{key} was saved on a rank that did not own it: {value!r}.")
         else:  # its owner loads it: what this rank keeps is of yesterday
             param.runtime.engine.mark_changed(param.index)
+
+
+def _local(param, value: torch.Tensor) -> torch.Tensor:
+    """What this rank's parameter holds of a whole weight."""
+    if isinstance(value, DTensor) or not param.was_dtensor:
+        return value
+    return as_parameter(param, param.layout.local_of(value, param.runtime.tp_rank).contiguous())
 
 
 class _Unmanaged:

@@ -17,7 +17,7 @@ from dmuon.axes import check_mesh, ranks_of
 from dmuon.errors import listed, nearest
 from dmuon.groups import own_group
 from dmuon.names import clean
-from dmuon.runtime import Runtime, runtime_of, runtime_of_whole
+from dmuon.runtime import Runtime, runtime_of, runtime_of_whole, runtimes
 from dmuon.set_up import Predicate, Settings, set_up
 from dmuon.tensor_parallel import local_part, wrapper_of
 
@@ -38,7 +38,7 @@ def dedicate_params_ddp(
     they arrive in backward; after ``Muon.step`` the owners publish the new weights, beside the next
     forward with ``replicate_async=True``. Between ``step`` and that forward ``p`` may still be the old
     value: ``dmuon.wait_all_replicate_broadcasts(model)`` ends that. Initial values are those of the mesh's first
-    rank.
+    rank, as they are when ``dmuon.Muon`` is made; later ones are set by ``load_state_dict``.
 
     Collective over the job.
 
@@ -81,6 +81,9 @@ def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     runtime = set_up(model, None, mesh, predicate, given, front)
     if runtime is None:
         return MappingProxyType({})
+    front.settle(runtime)  # weights are shown from now on, in their dtypes
+    runtime.engine.show_residents()
+    runtime.values_at_setup = [_state_of_values(p) for p in runtime.params]
     _warn_changed(before, {n: p.parameter for p in runtime.params for n in p.names})
     names = [name for name, p in model.named_parameters() if p in _dedicated(runtime)]
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", [])) | set(names)
@@ -160,14 +163,10 @@ class _Plain:
     @staticmethod
     def before_adopting(axes, chosen) -> None:
         """Initial values are those of the mesh's first rank, as in DistributedDataParallel."""
-        group = axes.replicate.get_group()
         for c in chosen:
             values = local_part(c.parameter.detach())
-            if values.is_meta or not values.numel():
-                continue
-            first = values.contiguous()
-            dist.broadcast(first, src=ranks_of(axes.replicate)[0], group=group)
-            values.copy_(first)
+            if not values.is_meta:
+                values.copy_(_of_first_rank(axes, values))
 
     @staticmethod
     def make_adapter(units: int, ranks: int) -> "_C.DdpAdapter":
@@ -195,17 +194,55 @@ class _Plain:
 
     @staticmethod
     def check_complete(runtime: Runtime) -> None:
-        """Raises ValueError where nobody keeps the other parameters equal."""
-        model, taken = runtime.model(), _dedicated(runtime)
-        if runtime.axes.dp_size == 1 or runtime.replicas is not None or model in _wrapped:
-            return
-        left = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
-        if left:
-            raise ValueError(
-                f"nobody averages the gradients of {listed(left)}. Call dmuon.replicate(model, mesh) "
-                "(replicate_tp with tensor parallelism) or DistributedDataParallel(model) before "
-                "dmuon.Muon."
-            )
+        """Raises ValueError where nobody keeps the other parameters equal. Takes over values written since
+        setup; collective, at the construction of Muon."""
+        _check_replicated(runtime)
+        _take_written(runtime)
+
+
+def _check_replicated(runtime: Runtime) -> None:
+    model, taken = runtime.model(), _dedicated(runtime)
+    if runtime.axes.dp_size == 1 or runtime.replicas is not None or model in _wrapped:
+        return
+    left = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
+    if left:
+        raise ValueError(
+            f"nobody averages the gradients of {listed(left)}. Call dmuon.replicate(model, mesh) "
+            "(replicate_tp with tensor parallelism) or DistributedDataParallel(model) before "
+            "dmuon.Muon."
+        )
+
+
+def _state_of_values(param) -> tuple[int, int]:
+    """Another one when somebody has written to the parameter, or replaced it."""
+    return id(param.parameter), param.parameter._version
+
+
+def _take_written(runtime: Runtime) -> None:
+    """An initialisation after ``dedicate_params_ddp`` counts: the first rank's, if any rank has one.
+    Where ``to_empty`` has made new parameters, the owner's; these are shown from now on."""
+    written = [_was_written(p, runtime.values_at_setup[p.index]) for p in runtime.params]
+    anywhere = torch.tensor(written, dtype=torch.int32)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=runtime.control)
+    for param, changed in zip(runtime.params, anywhere.tolist()):
+        if changed:
+            values = local_part(param.parameter.detach())
+            runtime.engine.set_value(param.index, _of_first_rank(runtime.axes, values))
+    runtime.engine.show_residents()
+
+
+def _was_written(param, before: tuple[int, int]) -> bool:
+    now = _state_of_values(param)
+    return now[0] == before[0] and now != before
+
+
+def _of_first_rank(axes, values: torch.Tensor) -> torch.Tensor:
+    """Collective over the data-parallel mesh."""
+    first = values.contiguous().clone()
+    if first.numel():
+        group = axes.replicate.get_group()
+        dist.broadcast(first, src=ranks_of(axes.replicate)[0], group=group)
+    return first
 
 
 class _TensorParallel(_Plain):
@@ -226,7 +263,8 @@ def replicate(
     Their values and the buffers become those of the mesh's first rank now; in each backward pass their
     gradients become the mean over the ranks, in buckets, beside backward. A parameter that no rank's loss
     reaches keeps its gradient; one that some reach counts as zero on the others. Buffers follow the first
-    rank before each forward in training mode.
+    rank as in DistributedDataParallel: before each forward that comes after one with gradients, so also
+    before the first one of an evaluation, which every rank must then call.
 
     Collective over ``mesh``. Call it after ``dedicate_params_ddp``.
 
@@ -264,7 +302,12 @@ def replicate_tp(
 
 def _symmetric(model, mesh) -> list[tuple[str, nn.Parameter]]:
     check_mesh(mesh)
-    runtime = runtime_of_whole(model)
+    runtime = _ddp_runtime(model)
+    if ranks_of(mesh) != ranks_of(runtime.axes.data_parallel):
+        raise ValueError(
+            f"the mesh given to replicate, {mesh.mesh_dim_names or ''} of {mesh.size()} ranks, is not "
+            "the one given to dedicate_params_ddp. Give both the same data-parallel slice."
+        )
     if runtime.replicas is not None:
         raise ValueError("replicate was called on this model already. Call it once.")
     if model in _wrapped:
@@ -274,6 +317,26 @@ def _symmetric(model, mesh) -> list[tuple[str, nn.Parameter]]:
         )
     taken = _dedicated(runtime)
     return [(clean(name), p) for name, p in model.named_parameters() if p not in taken]
+
+
+def _ddp_runtime(model) -> Runtime:
+    if runtime_of(model, optional=True) is None:
+        raise ValueError(
+            f"this {type(model).__name__} has no dedicated parameters. Call "
+            "dedicate_params_ddp(model, mesh, predicate) first, then replicate; without dedicated "
+            "parameters use DistributedDataParallel."
+        )
+    runtime = runtime_of_whole(model)
+    if not is_ddp(runtime):
+        raise ValueError(
+            "the model was prepared for FSDP2 by dedicate_params, where fully_shard takes the other "
+            "parameters. For replicated weights call dedicate_params_ddp, then replicate."
+        )
+    return runtime
+
+
+def is_ddp(runtime: Runtime) -> bool:
+    return isinstance(runtime.adapter, _C.DdpAdapter)
 
 
 def _replicate(model, mesh, symmetric, bucket_bytes, broadcast_buffers) -> nn.Module:
@@ -299,10 +362,28 @@ def _replicate(model, mesh, symmetric, bucket_bytes, broadcast_buffers) -> nn.Mo
 def check_wrap(module: nn.Module) -> None:
     """Raises ValueError where ``DistributedDataParallel(module)`` would reduce what dmuon reduces."""
     runtime = runtime_of(module, optional=True)
+    if runtime is not None and not is_ddp(runtime):
+        raise ValueError(
+            "the model was prepared for FSDP2 by dedicate_params. For DistributedDataParallel call "
+            "dedicate_params_ddp instead."
+        )
     if runtime is not None and runtime.replicas is not None:
         raise ValueError(
             "dmuon.replicate was called on this model, which keeps the other parameters equal. Use "
             "either that or DistributedDataParallel."
+        )
+
+
+def check_shard(modules) -> None:
+    """Raises ValueError where ``fully_shard(modules)`` would cut a model that holds whole weights."""
+    taken = {id(p.parameter) for r in runtimes() if is_ddp(r) for p in r.params}
+    modules = modules if isinstance(modules, (list, tuple)) else [modules]
+    named = (named for module in modules for named in module.named_parameters())
+    whole = [clean(name) for name, p in named if id(p) in taken]
+    if whole:
+        raise ValueError(
+            f"fully_shard after dedicate_params_ddp: {listed(whole)} are whole on every rank. For FSDP2 "
+            "call dedicate_params(model, mesh, predicate) instead, then fully_shard."
         )
 
 
@@ -316,14 +397,17 @@ def wrapper_of_model(model: nn.Module) -> DistributedDataParallel | None:
 
 
 class _BeforeForward:
+    """Buffers follow the first rank before a forward if the one before could have changed them."""
+
     def __init__(self, runtime, buffers: list[torch.Tensor]):
-        self._runtime, self._buffers = runtime, buffers
+        self._runtime, self._buffers, self._stale = runtime, buffers, False
 
     def __call__(self, module, args) -> None:
         runtime = self._runtime()
         runtime.replicas.watch()
-        if self._buffers and module.training and runtime.no_sync_depth == 0:
+        if self._buffers and self._stale:
             runtime.replicas.broadcast(self._buffers, "(buffers)")
+        self._stale = torch.is_grad_enabled() and runtime.no_sync_depth == 0
 
     def __deepcopy__(self, memo):
         return _nothing

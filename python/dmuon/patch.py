@@ -115,6 +115,7 @@ def _rebind(old, new) -> None:
 def _wrap_fully_shard(original):
     @functools.wraps(original)
     def fully_shard(module, *args, ignored_params=None, **kwargs):
+        ddp.check_shard(module)
         given = [Ignored()] if ignored_params is None else [Ignored(), ignored_params]
         return original(module, *args, ignored_params=Union(*given), **kwargs)
 

@@ -127,6 +127,7 @@ class Runtime:
         self.on_device = False
         self.stepped = False
         self.no_sync_depth = 0
+        self.values_at_setup: list = []
         self.replicas = None  # what keeps the symmetric parameters equal, where dmuon does
 
     def owners(self) -> Mapping[str, int]:
@@ -211,6 +212,8 @@ class Runtime:
 
     def after_step(self) -> None:
         """The first step without a single dedicated gradient is most often a mistake."""
+        if len(_runtimes) > 1:  # they share process groups, and no order of what is in flight
+            self.engine.wait_publishes()
         if self.stepped:
             return
         self.stepped = True
@@ -255,6 +258,8 @@ class Runtime:
 def register(model: nn.Module, runtime: Runtime) -> None:
     if not _runtimes:
         atexit.register(_drain)
+    for other in runtimes():
+        other.engine.wait_publishes()
     _runtimes[model] = runtime
 
 

@@ -228,7 +228,6 @@ def _install(model, axes: Axes, chosen, plan, control, settings: Settings, front
         runtime.boundary_hooks.append(Boundary(runtime, index, path, modules[path], params))
     checkpoint.install_hooks(runtime)
     register(model, runtime)
-    runtime.engine.show_residents()
     return runtime
 
 

@@ -58,10 +58,14 @@ class Run:
     ranks: list
     world_size: int
     managed: bool  # by dmuon; else this is the oracle
+    called: torch.nn.Module = None  # what runs the forward: the model, or what wraps it
     steps: int = 0
     losses: list = field(default_factory=list)
     sample: Callable = regression
     criterion: Callable = mean_square
+
+    def __post_init__(self):
+        self.called = self.called or self.model
 
     def batch(self, step, rank, part=0, parts=1):
         """Input and target of one rank; of one micro-batch of it where `parts` is given."""
@@ -78,7 +82,7 @@ class Run:
 
     def loss(self, step, rank, part=0, parts=1):
         x, y = self.batch(step, rank, part, parts)
-        loss = self.scale * self.criterion(self.model, x, y)
+        loss = self.scale * self.criterion(self.called, x, y)
         self.losses.append(loss.item())
         return loss
 
@@ -124,13 +128,15 @@ def check_parity(
     muon_names=None,
     count_ns=True,
     transient=True,
+    put=None,
 ):
     """Runs `script` under dmuon and under the oracle; returns the dmuon run after comparing.
 
     `layout` is a number of ranks, or a Layout. `parallelize(model, tp mesh)` comes before all else.
     `dedicate` and `muon` are keywords of dmuon's calls; those of `muon` that the oracle knows too
     reach it. `muon_names` says which parameters Muon trains, where that is not all the predicate
-    selects. `prepare(run)` is called on all runs before the script.
+    selects. `prepare(run)` is called on all runs before the script. `put` is `put_under_dmuon`,
+    which is FSDP2, or another runtime's.
     """
     layout, muon = as_layout(layout), muon or {}
     torch.manual_seed(7)
@@ -138,8 +144,10 @@ def check_parity(
     chosen = {n for n, p in plain.named_parameters() if (muon_names or predicate)(n, p)}
     model = copy.deepcopy(plain)
     task = {"sample": sample, "criterion": criterion}
-    put_under_dmuon(model, layout, predicate, wrap, parallelize, dedicate)
+    put = put or put_under_dmuon
+    task["called"] = put(model, layout, predicate, wrap, parallelize, dedicate)
     run = _managed_run(model, layout, rank, muon, task)
+    del task["called"]
     objects = dedicated_objects(model)
     _run(run, script, prepare)
     assert dedicated_objects(model) == objects, "a dedicated Parameter was replaced"
@@ -167,12 +175,13 @@ def as_layout(layout):
 
 
 def put_under_dmuon(model, layout, predicate, wrap, parallelize=None, dedicate=None):
-    """The calls of every training script, in their order."""
+    """The calls of every training script, in their order; returns what runs the forward."""
     mesh = layout.mesh()
     if parallelize is not None:
         parallelize(model, mesh[layout.tp_name])
     dmuon.dedicate_params(model, predicate=predicate, **layout.slices(mesh), **(dedicate or {}))
     wrap(model, layout.data_mesh(mesh))
+    return model
 
 
 def _managed_run(model, layout, rank, muon, task):
@@ -220,13 +229,15 @@ def setup(
     parallelize=None,
     dedicate=None,
     muon=None,
+    put=None,
     **task,
 ):
     """A dmuon run that nothing is compared with."""
     layout = as_layout(layout)
     torch.manual_seed(7)
     model = make_model()
-    put_under_dmuon(model, layout, predicate, wrap, parallelize, dedicate)
+    put = put or put_under_dmuon
+    task["called"] = put(model, layout, predicate, wrap, parallelize, dedicate)
     return _managed_run(model, layout, dist.get_rank(), muon, task)
 
 
