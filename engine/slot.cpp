@@ -41,6 +41,7 @@ bool Slot::gathered_is_current() const {
 
 void Slot::note_gathered() {
   gathered_version = reduced.defined() ? static_cast<int64_t>(reduced._version()) : kNone;
+  shown_version = shown_grad.defined() ? static_cast<int64_t>(shown_grad._version()) : 0;
 }
 
 }  // namespace dmuon
