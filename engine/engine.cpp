@@ -252,6 +252,12 @@ void Engine::publish(int u, bool owned, std::function<void()> last) {
   }
 }
 
+void Engine::publish_all() {
+  for (const int u : config_.order) {
+    if (units_[u].store.prepared()) submit_publish(units_[u], true, {});
+  }
+}
+
 void Engine::submit_publish(UnitRuntime& unit, bool owned, std::function<void()> last) {
   if (std::exchange(unit.stale, false) && channels_.tp_scatter) equalise(unit);
   const bool refreshes = owned && unit.store.refreshes();

@@ -116,6 +116,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The owners have changed the unit's weights, this rank's own ones if `owned`; or do when `last`
   // has run, on the publish lane.
   void publish(int unit, bool owned, std::function<void()> last = {});
+  // Masters may have been written by hand: all copies of all weights are made anew. Collective.
+  void publish_all();
   void end_step(bool updated);
   void wait_publishes();
   bool has_local_gradients() const;  // accumulated under no_sync, never reduced

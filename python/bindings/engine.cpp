@@ -177,6 +177,7 @@ void bind_engine(py::module_& m) {
              return std::vector{row("gather", e.gather_use()), row("scatter", e.scatter_use())};
            })
       .def("leads", [](Engine& e, int matrix) { return e.slot(matrix).leads; })
+      .def("publish_all", &Engine::publish_all, Release())
       .def("spread_values", &Engine::spread_values, Release())
       .def("show_residents", &Engine::show_residents, Release())
       .def("wait_reductions", &Engine::wait_reductions, Release())

@@ -99,7 +99,8 @@ class DedicatedParam:
     @property
     def _owned_data(self) -> torch.Tensor | None:
         """The owner's weight in float32 (float64 for a float64 parameter), this rank's shard where it is
-        cut: the very memory that the optimizer updates. Elsewhere None."""
+        cut: the very memory that the optimizer updates. Elsewhere None. After writing into it call
+        ``broadcast_all_updates``, on all ranks."""
         self.runtime.engine.wait_publishes()
         return self.runtime.engine.master(self.index)
 
