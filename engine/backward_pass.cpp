@@ -108,11 +108,9 @@ void Engine::arm(UnitRuntime& unit) {
   for (auto& slot : unit.store.slots()) {
     slot.fired = false;
     unit.pending += slot.parameter.requires_grad();
+    const bool ours = slot.shows_ours();
     const at::Tensor current = std::exchange(slot.parameter.mutable_grad(), at::Tensor());
-    if (current.defined() && current.is_same(slot.shown_grad)) {
-      if (slot.gathers && slot.shown_grad_written()) slot.gathered_version = Slot::kUnknown;
-      continue;
-    }
+    if (ours) continue;
     // A gradient put in the place of a reduced one is reduced, any other is this rank's own.
     const bool was_reduced = slot.reduced.defined() && current.defined();
     slot.forget_gradients();

@@ -14,6 +14,13 @@ int64_t unit_bytes(const FlightRing* ring) {
   return ring ? ring->total_sent_bytes() - ring->total_sent_bytes("(") : 0;
 }
 
+void wait_quietly(const Event& event) {
+  try {
+    event.synchronize();
+  } catch (const std::exception&) {  // whoever needs it has been told, or is gone
+  }
+}
+
 }  // namespace
 
 Engine::Engine(EngineConfig config, Channels channels)
@@ -33,12 +40,20 @@ Engine::Engine(EngineConfig config, Channels channels)
   }
 }
 
-// The lanes must stop before the units they work on go away. What is still to be published is:
-// peers wait for it.
+// What is still to be published is: peers wait for it.
 Engine::~Engine() {
-  try {
-    wait_publishes();
-  } catch (const std::exception&) {  // whoever needs it has been told, or is gone
+  for (auto& unit : units_) wait_quietly(unit.published);
+  finish_lanes();
+}
+
+// The lanes must be done with the units before these go away; a lane of our own ends with its task
+// in progress.
+void Engine::finish_lanes() {
+  const bool shared = channels_.reduce_lane.use_count() > 1 || channels_.tp_lane.use_count() > 1;
+  for (auto& unit : units_) {
+    if (!shared) break;
+    wait_quietly(unit.reduced);
+    wait_quietly(unit.gathered);
   }
   channels_.materialise_lane.reset();
   channels_.reduce_lane.reset();
@@ -234,6 +249,12 @@ void Engine::publish(int u, bool owned, std::function<void()> last) {
     submit_publish(unit, owned, std::move(last));
   } else if (last) {
     unit.published = channels_.publish_lane->submit(std::move(last));
+  }
+}
+
+void Engine::publish_all() {
+  for (const int u : config_.order) {
+    if (units_[u].store.prepared()) submit_publish(units_[u], true, {});
   }
 }
 

@@ -35,7 +35,8 @@ struct Channels {
   std::unique_ptr<Transport> replicate_reduce, publish;  // replicate axis; null where its size is 1
   std::unique_ptr<Transport> tp_gather, tp_scatter;      // TP axis; null where its size is 1
   std::unique_ptr<Transport> control;  // the whole job: agreements and norms, on CPU tensors
-  std::unique_ptr<Lane> materialise_lane, reduce_lane, publish_lane, tp_lane;
+  // Engines that share a group share its lane: one thread issues to it, in the program's order.
+  std::shared_ptr<Lane> materialise_lane, reduce_lane, publish_lane, tp_lane;
 };
 
 struct EngineConfig {
@@ -115,6 +116,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The owners have changed the unit's weights, this rank's own ones if `owned`; or do when `last`
   // has run, on the publish lane.
   void publish(int unit, bool owned, std::function<void()> last = {});
+  // Masters may have been written by hand: all copies of all weights are made anew. Collective.
+  void publish_all();
   void end_step(bool updated);
   void wait_publishes();
   bool has_local_gradients() const;  // accumulated under no_sync, never reduced
@@ -166,6 +169,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void advance(UnitRuntime& unit, UnitCall call);
   static void require_adopted(const UnitRuntime& unit);
   void spread(UnitRuntime& unit);
+  void finish_lanes();
   void materialise(UnitRuntime& unit);
   void release(UnitRuntime& unit);
   bool resident(const UnitRuntime& unit) const;

@@ -101,10 +101,11 @@ void Engine::add_reduced(UnitRuntime& unit) {
   for (int s = 0; s < static_cast<int>(slots.size()); ++s) {
     Slot& slot = slots[s];
     const bool gathers = next < unit.gathering.size() && unit.gathering[next] == s;
-    const bool together = slot.gathered_matches();
+    const bool together = gathers && slot.gathered_matches();
     add(slot.reduced, unit.reduction->result(s));
     if (!gathers) continue;
     add(slot.gathered, unit.wholes[next++]);
+    slot.gathered_known = false;
     if (together) slot.note_gathered();
   }
 }

@@ -55,7 +55,9 @@ void Engine::gather_again() {
       wholes = gather_gradients(unit.store, pieces, *channels_.tp_gather, gather_staging_);
     });
     for (size_t i = 0; i < gathering.size(); ++i) {
-      unit.store.slots()[gathering[i]].gathered = wholes[i];
+      Slot& slot = unit.store.slots()[gathering[i]];
+      slot.gathered = wholes[i];
+      slot.gathered_known = false;  // of `parameter.grad`, which may be another than `reduced`
     }
   }
 }

@@ -18,7 +18,7 @@ Reduction::Reduction(const UnitStore& unit, std::vector<at::Tensor> gradients, a
                      double divisor)
     : unit_(unit),
       gradients_(std::move(gradients)),
-      options_(unit.slots().front().inner.options().dtype(dtype).requires_grad(false)),
+      options_(unit.float_options().dtype(dtype)),
       divisor_(divisor) {}
 
 void Reduction::start(Transport& shard) {

@@ -106,8 +106,7 @@ std::vector<int64_t> ShardedNewtonSchulz::from_members() const {
 }
 
 at::Tensor ShardedNewtonSchulz::empty_message(int64_t numel) const {
-  const auto& inner = unit_.slots().front().inner;
-  return at::empty({numel}, inner.options().dtype(at::kFloat).requires_grad(false));
+  return at::empty({numel}, unit_.float_options());
 }
 
 void ShardedNewtonSchulz::exchange(const std::vector<int64_t>& send_counts,

@@ -1,46 +1,45 @@
 #include "engine/slot.h"
 
+#include "kernels/fingerprint.h"
+
 namespace dmuon {
 
 void Slot::forget_gradients() {
   reduced = local = shown_grad = gathered = at::Tensor();
-  gathered_version = kNone;
+  gathered_known = true;
+  gathered_print = 0;
 }
 
 void Slot::show_gradient(const at::Tensor& plain) {
   shown_grad = wrapper && plain.defined() ? wrapper->wrap(plain) : plain;
   parameter.mutable_grad() = shown_grad;
-  shown_version = shown_grad.defined() ? static_cast<int64_t>(shown_grad._version()) : 0;
 }
 
-bool Slot::shown_grad_written() const {
-  return shown_grad.defined() && static_cast<int64_t>(shown_grad._version()) != shown_version;
+// The wrapper may be the same and wrap another tensor (`p.grad.data = ...`).
+bool Slot::shows_ours() const {
+  const at::Tensor& current = parameter.grad();
+  if (!current.defined() || !current.is_same(shown_grad)) return false;
+  return !wrapper || wrapper->unwrap(current).is_alias_of(reduced.defined() ? reduced : local);
 }
 
 at::Tensor Slot::unwrapped(const at::Tensor& gradient) const {
   return wrapper && gradient.defined() ? wrapper->unwrap(gradient) : gradient;
 }
 
-at::Tensor Slot::gradient() const {
-  const at::Tensor& current = parameter.grad();
-  if (!current.defined() || !wrapper) return current;
-  if (!current.is_same(shown_grad)) return wrapper->unwrap(current);
-  return reduced.defined() ? reduced : local;
-}
+at::Tensor Slot::gradient() const { return unwrapped(parameter.grad()); }
 
 bool Slot::gathered_matches() const {
-  const int64_t version = reduced.defined() ? static_cast<int64_t>(reduced._version()) : kNone;
-  return version == gathered_version;
+  return gathered_known && fingerprint(reduced) == gathered_print;
 }
 
 bool Slot::gathered_is_current() const {
-  const at::Tensor& current = parameter.grad();
-  if (!current.defined()) return !reduced.defined() && gathered_matches();
-  return current.is_same(shown_grad) && !shown_grad_written() && gathered_matches();
+  if (!parameter.grad().defined()) return !reduced.defined() && gathered_matches();
+  return shows_ours() && gathered_matches();
 }
 
 void Slot::note_gathered() {
-  gathered_version = reduced.defined() ? static_cast<int64_t>(reduced._version()) : kNone;
+  gathered_known = true;
+  gathered_print = fingerprint(reduced);
 }
 
 }  // namespace dmuon

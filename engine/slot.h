@@ -51,17 +51,16 @@ struct Slot {
   at::Tensor reduced;     // owner only: the mean over the data-parallel ranks, float32
   at::Tensor local;       // not reduced yet
   at::Tensor shown_grad;  // which object we handed out; another one, or none, is the user's doing
-  int64_t shown_version = 0;  // its, then: a DTensor's own counter moves, not its local tensor's
   bool fired = false;
   std::optional<AccumulationHook> hook;
 
-  at::Tensor gathered;               // TP owner only: `reduced` of all TP ranks put together
-  int64_t gathered_version = kNone;  // of `reduced` then
-  static constexpr int64_t kNone = -1, kUnknown = -2;
+  at::Tensor gathered;          // TP owner only: `reduced` of all TP ranks put together
+  bool gathered_known = true;   // false: it is not what `reduced` has ever been
+  uint64_t gathered_print = 0;  // fingerprint of `reduced` when it was
 
   void forget_gradients();
   void show_gradient(const at::Tensor& local);
-  bool shown_grad_written() const;  // in place, since
+  bool shows_ours() const;  // whether `parameter.grad` is what we handed out, written or not
   at::Tensor unwrapped(const at::Tensor& gradient) const;
   at::Tensor gradient() const;  // what `parameter.grad` is on this rank, plain
   // Whether `gathered` is what the TP ranks' `reduced` make together; the second: and nobody has

@@ -57,10 +57,6 @@ at::Tensor piece_of(const Slot& slot, const at::Tensor& whole, int tp) {
   return piece;
 }
 
-at::TensorOptions float_options(const UnitStore& unit) {
-  return unit.slots().front().inner.options().dtype(at::kFloat).requires_grad(false);
-}
-
 int64_t elements(const UnitStore& unit, std::vector<int> slots, int tp, int tp_size) {
   const Pieces pieces(unit, std::move(slots), tp, tp_size);
   return sum(pieces.mine()) + sum(pieces.of_others());
@@ -167,7 +163,7 @@ std::vector<at::Tensor> gather_gradients(const UnitStore& unit,
   const Pieces pieces(unit, gathering_slots(unit), tp.rank(), tp.size());
   if (pieces.slots().empty()) return {};
   const std::vector<int64_t> sends = pieces.mine(), receives = pieces.of_others();
-  const at::Tensor buffer = staging.take(sum(sends) + sum(receives), float_options(unit));
+  const at::Tensor buffer = staging.take(sum(sends) + sum(receives), unit.float_options());
   const at::Tensor sent = buffer.narrow(0, 0, sum(sends));
   const at::Tensor received = buffer.narrow(0, sum(sends), sum(receives));
   pieces.for_each_of_mine([&](size_t i, int64_t offset) {
@@ -181,7 +177,7 @@ UpdateScatter::UpdateScatter(const UnitStore& unit, const std::vector<at::Tensor
                              Transport& tp, Staging& staging)
     : pieces_(unit, scattering_slots(unit), tp.rank(), tp.size()), results_(updates.size()) {
   const std::vector<int64_t> sends = pieces_.of_others(), receives = pieces_.mine();
-  const at::Tensor buffer = staging.take(sum(sends) + sum(receives), float_options(unit));
+  const at::Tensor buffer = staging.take(sum(sends) + sum(receives), unit.float_options());
   sent_ = buffer.narrow(0, 0, sum(sends));
   received_ = buffer.narrow(0, sum(sends), sum(receives));
   pieces_.for_each_of_others([&](size_t i, int other, int64_t offset) {

@@ -114,6 +114,10 @@ bool UnitStore::adopted() const {
                      [](const Slot& slot) { return slot.placeholder.defined(); });
 }
 
+at::TensorOptions UnitStore::float_options() const {
+  return slots_.front().placeholder.options().dtype(at::kFloat).requires_grad(false);
+}
+
 at::Tensor UnitStore::part_of_master(const Slot& slot) const {
   const at::Tensor& master = segments_[slot.segment].master;
   return master.narrow(0, slot.offset, slot.numel).view(slot.sizes);

@@ -49,6 +49,10 @@ class UnitStore {
              std::shared_ptr<TensorWrapper> wrapper);
   bool adopted() const;
 
+  // Of float32 messages about the adopted unit. From any thread: parameters are shown and released
+  // while lanes work, so their own options are the training thread's to read.
+  at::TensorOptions float_options() const;
+
   // Writes a new value, this rank's part of it, into the owner's master and the holders' buffers;
   // nothing elsewhere.
   void set_value(int slot, const at::Tensor& value);

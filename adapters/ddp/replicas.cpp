@@ -79,8 +79,8 @@ void Replicas::accumulated(int m) {
   begin_pass();
   Bucket& bucket = buckets_[members_[m].bucket];
   if (bucket.issued) bucket.fired_again = true;
-  if (std::exchange(members_[m].fired, true)) return;
-  if (--bucket.pending == 0) issue_ready();
+  const bool again = std::exchange(members_[m].fired, true);
+  if (!again && members_[m].counted && --bucket.pending == 0) issue_ready();
 }
 
 void Replicas::begin_pass() {
@@ -97,13 +97,13 @@ void Replicas::begin_pass() {
   for (size_t m = 0; m < members_.size(); ++m) {
     data[m] = members_[m].hook && members_[m].hook->in_current_pass();
   }
-  const at::Tensor here = reached.clone();
-  lane_->run([&] { transport_->all_reduce(reached, ReduceOp::max, "(pass)"); });
   for (size_t m = 0; m < members_.size(); ++m) {
     members_[m].fired = false;
-    members_[m].expected = data[m] != 0;
-    buckets_[members_[m].bucket].pending += here.data_ptr<int32_t>()[m];
+    members_[m].counted = data[m] != 0;
+    buckets_[members_[m].bucket].pending += data[m];
   }
+  lane_->run([&] { transport_->all_reduce(reached, ReduceOp::max, "(pass)"); });
+  for (size_t m = 0; m < members_.size(); ++m) members_[m].expected = data[m] != 0;
   auto alive = std::make_shared<int>();
   pass_alive_ = alive;
   at_end_of_backward([weak = weak_from_this(), alive] {
@@ -169,23 +169,34 @@ void Replicas::put(Member& member, const at::Tensor& mean) {
   }
 }
 
-// A gradient that came after its bucket had left (two segments of reentrant checkpointing) is in
-// `grad` with all the others, which nobody has overwritten yet: the bucket goes again.
 void Replicas::end_pass() {
   for (auto& bucket : buckets_) bucket.pending = 0;
   issue_ready();
   in_pass_ = false;
-  at::Tensor again = at::zeros({static_cast<int64_t>(buckets_.size())}, at::kInt);
-  auto* data = again.data_ptr<int32_t>();
-  for (size_t b = 0; b < buckets_.size(); ++b) data[b] = buckets_[b].fired_again;
   c10::NoGradGuard no_grad;
-  lane_->run([&] { transport_->all_reduce(again, ReduceOp::max, "(pass)"); });
+  issue_late();
+  for (auto& bucket : buckets_) finish(bucket);
+}
+
+// Reentrant checkpointing brings parameters that could not be foreseen, and one parameter twice.
+// Both are in `grad` with all else, which nobody has overwritten yet: their buckets go again.
+void Replicas::issue_late() {
+  const auto members = static_cast<int64_t>(members_.size());
+  at::Tensor late = at::zeros({members + static_cast<int64_t>(buckets_.size())}, at::kInt);
+  auto* data = late.data_ptr<int32_t>();
+  for (int64_t m = 0; m < members; ++m) data[m] = members_[m].fired && !members_[m].expected;
+  for (size_t b = 0; b < buckets_.size(); ++b) data[members + b] = buckets_[b].fired_again;
+  lane_->run([&] { transport_->all_reduce(late, ReduceOp::max, "(pass)"); });
+  for (int64_t m = 0; m < members; ++m) {
+    if (data[m] == 0) continue;
+    members_[m].expected = true;
+    data[members + members_[m].bucket] = 1;
+  }
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    if (data[b] == 0) continue;
+    if (data[members + b] == 0) continue;
     buckets_[b].reduced.wait();
     issue(buckets_[b]);
   }
-  for (auto& bucket : buckets_) finish(bucket);
 }
 
 }  // namespace dmuon

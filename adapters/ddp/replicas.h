@@ -45,6 +45,7 @@ class Replicas : public std::enable_shared_from_this<Replicas> {
     int bucket = 0;
     std::optional<AccumulationHook> hook;
     bool expected = false;  // some rank's part of this pass reaches it
+    bool counted = false;   // this rank's part: known when the pass began
     bool fired = false;
   };
   struct Bucket {
@@ -61,6 +62,7 @@ class Replicas : public std::enable_shared_from_this<Replicas> {
   void issue_ready();
   void issue(Bucket& bucket);
   void finish(Bucket& bucket);
+  void issue_late();
   void end_pass();
   void put(Member& member, const at::Tensor& mean);
 

@@ -1,6 +1,9 @@
 // Binds engine/engine.h.
 #include "engine/engine.h"
 
+#include <map>
+#include <mutex>
+
 #include "engine/error.h"
 #include "python/bindings/bindings.h"
 
@@ -12,12 +15,24 @@ struct GroupNames {
   std::string materialise, reduce, replicate_reduce, publish, tp_gather, tp_scatter, control;
 };
 
-Channels make_channels(const GroupNames& names, LaneKind kind, const at::Device& device,
-                       FlightRing* ring) {
-  const auto lane = [&](const char* name) {
+// One lane for each group, as long as any engine uses it.
+std::shared_ptr<Lane> lane_for(const std::string& group, const char* name, LaneKind kind,
+                               const at::Device& device) {
+  const auto make = [&]() -> std::shared_ptr<Lane> {
     if (kind == LaneKind::inline_) return make_inline_lane(name);
     return kind == LaneKind::device ? make_device_lane(name, device) : make_host_lane(name);
   };
+  if (group.empty() || kind == LaneKind::inline_) return make();
+  static std::mutex mutex;
+  static std::map<std::string, std::weak_ptr<Lane>> lanes;
+  std::lock_guard lock(mutex);
+  std::shared_ptr<Lane> lane = lanes[group].lock();
+  if (!lane) lanes[group] = lane = make();
+  return lane;
+}
+
+Channels make_channels(const GroupNames& names, LaneKind kind, const at::Device& device,
+                       FlightRing* ring) {
   const auto transport = [&](const std::string& name, Channel channel) {
     return name.empty() ? nullptr : make_c10d_transport(name, ring, channel);
   };
@@ -31,10 +46,10 @@ Channels make_channels(const GroupNames& names, LaneKind kind, const at::Device&
           .tp_gather = transport(names.tp_gather, Channel::tp_gather),
           .tp_scatter = transport(names.tp_scatter, Channel::tp_scatter),
           .control = transport(names.control, Channel::control),
-          .materialise_lane = lane("materialise"),
-          .reduce_lane = lane("reduce"),
-          .publish_lane = lane("publish"),
-          .tp_lane = lane("tp")};
+          .materialise_lane = lane_for("", "materialise", kind, device),
+          .reduce_lane = lane_for(names.replicate_reduce, "reduce", kind, device),
+          .publish_lane = lane_for(names.publish, "publish", kind, device),
+          .tp_lane = lane_for(names.tp_gather, "tp", kind, device)};
 }
 
 // (dim or None, sizes, [[(start, length), ...] per TP rank])
@@ -162,6 +177,7 @@ void bind_engine(py::module_& m) {
              return std::vector{row("gather", e.gather_use()), row("scatter", e.scatter_use())};
            })
       .def("leads", [](Engine& e, int matrix) { return e.slot(matrix).leads; })
+      .def("publish_all", &Engine::publish_all, Release())
       .def("spread_values", &Engine::spread_values, Release())
       .def("show_residents", &Engine::show_residents, Release())
       .def("wait_reductions", &Engine::wait_reductions, Release())

@@ -86,25 +86,17 @@ class Axes:
         return self.ranks[cell * tp : (cell + 1) * tp]
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank counts the elements it holds of ``parameter``: over the job each once."""
-        held = self._sharded_over(parameter)
-        meshes = (self.shard, self.replicate, self.tp)
-        return all(
-            coordinate == 0 or ranks_of(mesh) in held
-            for mesh, coordinate in zip(meshes, self.position)
-            if mesh is not None
-        )
-
-    @staticmethod
-    def _sharded_over(parameter: torch.Tensor) -> set[tuple[int, ...]]:
+        """Whether this rank counts the elements it holds of ``parameter``: over the job each once,
+        whatever mesh it lies on."""
         if not isinstance(parameter, DTensor):
-            return set()
+            return dist.get_rank() == self.job[0]
         mesh = parameter.device_mesh
-        return {
-            tuple(dist.get_process_group_ranks(mesh.get_group(i)))
+        first = self.job[0] in mesh.mesh.flatten().tolist()  # else a copy of that mesh counts
+        return first and all(
+            mesh.get_local_rank(i) == 0
             for i, placement in enumerate(parameter.placements)
-            if not placement.is_replicate()
-        }
+            if placement.is_replicate()
+        )
 
 
 def find_axes(
@@ -124,6 +116,8 @@ def find_axes(
         model, replicate_mesh if mesh is None else mesh, _names(mesh) | _names(replicate_mesh)
     )
     axes = Axes(mesh, replicate_mesh, tp, tp_dim)
+    for name, axis in (("mesh", mesh), ("replicate_mesh", replicate_mesh), (tp_dim, tp)):
+        _check_order(name, axis)
     return replace(axes, job=_job(axes, independent_dims))
 
 
@@ -140,6 +134,20 @@ def _check_apart(mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> None:
                 f"mesh {_text(mesh)} and replicate_mesh {_text(replicate_mesh)} overlap: they share "
                 "more than one rank. Give two slices of one mesh, mesh['shard'] and mesh['replicate']."
             )
+
+
+def _check_order(name: str, mesh: DeviceMesh | None) -> None:
+    """A rank's place on an axis is its rank in that axis' process group, which torch sorts."""
+    if mesh is None:
+        return
+    root = _root(mesh).mesh
+    dims = range(root.ndim)
+    if any((root.diff(dim=d) <= 0).any() for d in dims if root.size(d) > 1):
+        raise ValueError(
+            f"{name} is of a mesh whose ranks are not in rising order along every dim: "
+            f"{root.tolist()}. torch numbers the ranks of a group in rising order. Make the mesh so, as "
+            "init_device_mesh does."
+        )
 
 
 def _text(mesh: DeviceMesh) -> str:
@@ -221,9 +229,14 @@ def _job(axes: Axes, independent_dims: tuple[str, ...]) -> tuple[int, ...]:
     size = axes.dp_size * axes.sizes[2]
     root = _root(axes.data_parallel)
     names = root.mesh_dim_names or ()
-    unknown = [name for name in independent_dims if name not in names]
-    if unknown:
-        raise ValueError(f"independent_dims has {unknown[0]!r}; the mesh has the dims {names}.")
+    for name in independent_dims:
+        if name not in names:
+            raise ValueError(f"independent_dims has {name!r}; the mesh has the dims {names}.")
+        if name in axes.dp_names or name == axes.tp_dim:
+            raise ValueError(
+                f"independent_dims has {name!r}, whose ranks train the same weights: it is a "
+                "data-parallel or tensor-parallel dim here. Leave it out."
+            )
     if size == dist.get_world_size():
         return tuple(range(size))
     kept = [name for name in names if name not in independent_dims]

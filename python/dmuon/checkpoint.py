@@ -174,8 +174,14 @@ def get_model_state_dict(
         elif isinstance(value, DTensor):
             value = value.full_tensor()
         if receives:
-            whole[name] = value.detach().cpu() if cpu_offload else value.detach()
+            whole[name] = _snapshot(value, cpu_offload)
     return whole
+
+
+def _snapshot(value: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
+    """A copy: training goes on in the memory of the original."""
+    value = value.detach()
+    return value.to("cpu" if cpu_offload else value.device, copy=True)
 
 
 def _from_owner(param, value: torch.Tensor) -> torch.Tensor:

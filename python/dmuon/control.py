@@ -73,22 +73,24 @@ def prepare_muon_grads(model: nn.Module) -> None:
 
 
 def broadcast_all_updates(model: nn.Module) -> None:
-    """Let every owner's update be published; the next forward anywhere computes with it.
+    """Publish every owner's weights and wait: the next forward anywhere computes with them.
 
-    ``Muon.step`` publishes, so that no call is needed. Idempotent, legal at any point of a step.
+    ``Muon.step`` publishes, so that no call is needed after it; what has been written into
+    ``_owned_data`` by hand needs one. Collective over the job; idempotent, legal at any point of a step.
     """
-    runtime_of(model).engine.wait_publishes()
+    broadcast_all_updates_async(model)
+    wait_all_replicate_broadcasts(model)
 
 
 def broadcast_all_updates_async(model: nn.Module) -> None:
-    """Start what ``broadcast_all_updates`` waits for. ``Muon.step`` does, so there is nothing to do:
-    publishing runs beside the next forward, which waits for what it needs."""
-    runtime_of(model)
+    """Start what ``broadcast_all_updates`` waits for; it runs beside the next forward, which waits for
+    what it needs. Collective over the job."""
+    runtime_of(model).engine.publish_all()
 
 
 def wait_all_replicate_broadcasts(model: nn.Module) -> None:
-    """Let every pending publish end: the same as ``broadcast_all_updates``. Idempotent."""
-    broadcast_all_updates(model)
+    """Let every pending publish end. Idempotent, legal at any point of a step. Waits for other ranks."""
+    runtime_of(model).engine.wait_publishes()
 
 
 def clip_grad_norm_(

@@ -99,7 +99,8 @@ class DedicatedParam:
     @property
     def _owned_data(self) -> torch.Tensor | None:
         """The owner's weight in float32 (float64 for a float64 parameter), this rank's shard where it is
-        cut: the very memory that the optimizer updates. Elsewhere None."""
+        cut: the very memory that the optimizer updates. Elsewhere None. After writing into it call
+        ``broadcast_all_updates``, on all ranks."""
         self.runtime.engine.wait_publishes()
         return self.runtime.engine.master(self.index)
 
@@ -212,8 +213,6 @@ class Runtime:
 
     def after_step(self) -> None:
         """The first step without a single dedicated gradient is most often a mistake."""
-        if len(_runtimes) > 1:  # they share process groups, and no order of what is in flight
-            self.engine.wait_publishes()
         if self.stepped:
             return
         self.stepped = True
@@ -258,8 +257,6 @@ class Runtime:
 def register(model: nn.Module, runtime: Runtime) -> None:
     if not _runtimes:
         atexit.register(_drain)
-    for other in runtimes():
-        other.engine.wait_publishes()
     _runtimes[model] = runtime
 
 

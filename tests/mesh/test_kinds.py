@@ -23,6 +23,7 @@ from tests.support.parity import (
     check_parity,
     clean_weights,
     full_weights,
+    owned_weights,
     setup,
     three_steps,
 )
@@ -175,8 +176,7 @@ def test_meta_construction_then_to_empty(layout):
 
 
 def check_meta(rank, layout):
-    """Shapes first, values later. The ranks of one shard must draw the same values, so each weight
-    is drawn whole, from a seed of its own, as torch's own scripts do for DTensors."""
+    """Shapes first, values later: afterwards training goes on as with any other values."""
     task = {k: v for k, v in subject(layout).items() if k != "make_model"}
     with torch.device("meta"):
         model = subject(layout).get("make_model", Net)()
@@ -186,7 +186,6 @@ def check_meta(rank, layout):
     dmuon.dedicate_params(model, predicate=in_blocks, **layout.slices(mesh))
     shard(model, layout.data_mesh(mesh))
     model.to_empty(device="cpu")
-    torch.manual_seed(11)
     initialise(model)
     optimizer = dmuon.Muon(model)
     run = Run(model, optimizer, [layout.data_rank(rank)], layout.data_ranks, managed=True, **task)
@@ -205,12 +204,44 @@ def check_meta(rank, layout):
 
 
 def initialise(model):
+    """Each weight is drawn whole, from a seed of its own: on shards of different sizes the random
+    numbers of ranks would run apart."""
     with torch.no_grad():
-        for p in model.parameters():
+        for seed, p in enumerate(model.parameters()):
+            whole = torch.empty(p.shape)
             if p.ndim == 1:
-                p.fill_(0.5)
+                whole.fill_(0.5)
             else:
-                nn.init.normal_(p, std=0.3)
+                whole.normal_(std=0.3, generator=torch.Generator().manual_seed(seed))
+            p.copy_(laid_out_as(p, whole))
+
+
+def laid_out_as(p, whole):
+    if not isinstance(p, DTensor):
+        return whole
+    everywhere = [Replicate()] * p.device_mesh.ndim
+    whole = DTensor.from_local(whole, p.device_mesh, everywhere, run_check=False)
+    return whole.redistribute(placements=p.placements)
+
+
+@on([dp_tp(2, 2), hsdp(2, 2), cube(2, 1, 2)])
+def test_initial_values_are_those_of_one_rank_whoever_owns(layout):
+    run_on(layout, check_initial_values)
+
+
+def check_initial_values(rank, layout):
+    """Plain weights that start apart, on the TP ranks of one cell too, are one weight from then on."""
+    torch.manual_seed(100 + rank)
+    plain = subject(layout).get("make_model", Net)()
+    mine = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    run = setup(layout, **subject(layout) | {"make_model": lambda: plain})
+    start = owned_weights(run.model)
+    name = "blocks.1.parts.plain.weight" if layout.tp_name else "blocks.1.up.weight"
+    for p in dmuon.get_owned_params(run.model, rank):
+        if p.fqn == name and p.is_tp_owner:
+            assert torch.equal(start[name], mine[name])
+    three_steps(run)
+    assert not torch.equal(owned_weights(run.model)[name], start[name])
 
 
 @on([dp_tp(2, 2)])
