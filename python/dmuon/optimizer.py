@@ -23,6 +23,7 @@ _NONFINITE = {
     "skip": _C.Nonfinite.skip,
     "propagate": _C.Nonfinite.propagate,
 }
+_PLACING = "tp_distributed_gram"  # key of a param group
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral_unclamped")
 
 
@@ -134,6 +135,9 @@ class Muon(torch.optim.Optimizer):
             publish_async=bool(replicate_async),
             groups=[0] * len(runtime.params),
         )
+        if runtime.axes.sizes[2] > 1:
+            for group in self.param_groups:
+                group[_PLACING] = tp_distributed_gram_policy if tp_distributed_gram else "never"
         for index, param in enumerate(runtime.params):
             param.in_shards = index in self._muon.in_shards()
         self._symmetric = _C.SymmetricGradients()
@@ -276,6 +280,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: state of a dedicated parameter lacks an entry, or has another shape.
         """
+        self._check_placing(state_dict)
         dedicated = self._dedicated_in(state_dict)
         rest = {key: value for key, value in state_dict["state"].items() if key not in dedicated}
         super().load_state_dict({**state_dict, "state": rest})
@@ -284,6 +289,18 @@ class Muon(torch.optim.Optimizer):
                 mine.zero_() if values is None else mine.copy_(_my_part(param, key, values[key]))
         self._read_groups()
         self._place_state()
+
+    def _check_placing(self, state_dict: dict) -> None:
+        """Where momenta lie depends on tp_distributed_gram: every rank sees from the groups if it is
+        another one."""
+        for mine, saved in zip(self.param_groups, state_dict["param_groups"]):
+            given = saved.get(_PLACING, mine.get(_PLACING))
+            if given != mine.get(_PLACING):
+                raise ValueError(
+                    f"the optimizer state was saved with tp_distributed_gram: {given}, and this "
+                    f"dmuon.Muon has {mine.get(_PLACING)}; momenta lie on other ranks. Make it with the "
+                    "same setting."
+                )
 
     def _dedicated_in(self, state_dict: dict) -> dict:
         """Index in the state dict -> (parameter, its state), checked before anything is loaded."""
