@@ -117,11 +117,13 @@ def check_resumed(rank, layout, by):
 
 
 @by_both()
-@on([flat(2), SQUARE])
+@on([flat(2)])
 def test_a_model_reloaded_with_its_own_state_trains_on_as_before(layout, by):
-    if layout.tp_name and by != "replicate":
-        pytest.skip("torch's wrapper takes no tensor-parallel parameters")
     run_on(layout, check_reloaded, by)
+
+
+def test_a_tensor_parallel_model_reloaded_with_its_own_state_trains_on_as_before():
+    run_on(SQUARE, check_reloaded, "replicate")
 
 
 def check_reloaded(rank, layout, by):
