@@ -58,6 +58,9 @@ struct MuonOptions {
   bool broadcast_buffers = true;    // rank 0's, before each forward in training mode
 };
 
+// Throws ConfigError, naming the option.
+void check_options(const MuonOptions& options);
+
 class DistributedMuon {
  public:
   // The ranks begin with rank 0's parameters and buffers; a rank that had others is warned once.
@@ -100,7 +103,8 @@ class DistributedMuon {
   NoSync no_sync() { return NoSync(*this); }
 
   // Weights, buffers, momentum and AdamW's state, by name: rank 0 writes and reads, any number of
-  // ranks may load. torch.load reads the file too. Rates and gradients are not in it.
+  // ranks may load. torch.load(weights_only=False) reads the file too. Rates and gradients are not
+  // in it.
   void save(const std::string& path);
   void load(const std::string& path);
 
@@ -118,6 +122,7 @@ class DistributedMuon {
 
   template <class F>
   auto call(int boundary, F&& f) {
+    entered_[boundary] = true;
     Call running(*engine_, boundary);
     auto outputs = f();
     running.leave(tensors_of(outputs));
@@ -155,6 +160,7 @@ class DistributedMuon {
   void make_optimizers();
   void begin_forward();
   int boundary(const std::string& block) const;
+  std::string problem() const;  // of this rank with the step
   void set_adamw_options();
   void read_gradients();
   std::vector<Saved> state();
@@ -171,6 +177,7 @@ class DistributedMuon {
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<torch::optim::AdamW> adamw_;
   SymmetricGradients gradients_;
+  std::vector<bool> entered_;  // per boundary, ever
   int no_sync_depth_ = 0;
 };
 

@@ -31,15 +31,14 @@ bool is_hidden(const std::string& name, const at::Tensor& parameter) {
   return name.starts_with("blocks.") && parameter.dim() == 2;
 }
 
-std::shared_ptr<TinyNet> net_of(const Group& group) {
-  return std::make_shared<TinyNet>(/*seed=*/1 + group->getRank());
-}
+using Net = std::shared_ptr<TinyNet>;
+Net net_with(uint64_t seed) { return std::make_shared<TinyNet>(seed); }
 
 // One rank's part of a job.
 class Rank final : public Job {
  public:
-  explicit Rank(const Group& group, MuonOptions options = kOptions)
-      : group_(group), net(net_of(group)), trainer(net, split_of(group), is_hidden, options) {}
+  explicit Rank(const Group& group, MuonOptions options = kOptions, Net model = net_with(1))
+      : group_(group), net(model), trainer(net, split_of(group), is_hidden, options) {}
 
   at::Tensor forward(const at::Tensor& x) {
     return trainer.forward([&] { return net->forward(x, enter_); });
@@ -76,7 +75,7 @@ class Rank final : public Job {
   TinyNet::Enter enter_ = [](int, const auto& f) { return f(); };
 
  public:
-  std::shared_ptr<TinyNet> net;
+  const Net net;
   DistributedMuon trainer;
 };
 
@@ -119,9 +118,31 @@ void steps(Job& job, int first, int count) {
 class OnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(CppTrainer, OnRanks, ::testing::Values(1, 2, 3, 4));
 
-// Every rank comes with weights of its own; one block is never called.
+// One block is never called.
 TEST_P(OnRanks, TrainAsOneProcess) {
   expect_as_one_process(GetParam(), [](Job& job) { steps(job, 0, 4); });
+}
+
+class CountWarnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    EXPECT_THAT(warning.msg(), HasSubstr("came with other initial values than rank 0"));
+    ++count;
+  }
+  int count = 0;
+};
+
+TEST(CppTrainer, RanksBeginWithTheWeightsOfRank0AndAreToldSoOnce) {
+  const Script script = [](Job& job) { steps(job, 0, 2); };
+  const Weights unequal = on_ranks(3, [&](const Group& group) {
+    CountWarnings warnings;  // of this thread
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    Rank rank(group, kOptions, net_with(1 + group->getRank()));
+    EXPECT_EQ(warnings.count, group->getRank() == 0 ? 0 : 1);
+    script(rank);
+    return rank.weights();
+  });
+  EXPECT_TRUE(same_bits(unequal, trained(3, script)));
 }
 
 TEST(CppTrainer, AccumulatesWithoutReducing) {
@@ -134,6 +155,19 @@ TEST(CppTrainer, AccumulatesWithoutReducing) {
       job.step();
     }
   });
+}
+
+TEST(CppTrainer, EveryRankKeepsItsOwnGradientsUnderNoSync) {
+  std::vector<at::Tensor> muon(2), adamw(2);
+  run_ranks(2, [&](const Group& group) {
+    Rank rank(group);
+    rank.accumulate(0);
+    EXPECT_EQ(rank.trainer.engine().counters().reductions, 0);
+    muon[group->getRank()] = rank.net->named_parameters()["blocks.0.weight"].grad();
+    adamw[group->getRank()] = rank.net->named_parameters()["first.weight"].grad();
+  });
+  EXPECT_FALSE(muon[0].equal(muon[1]));
+  EXPECT_FALSE(adamw[0].equal(adamw[1]));
 }
 
 TEST(CppTrainer, AccumulatesWhatHasBeenReduced) {
@@ -296,7 +330,7 @@ std::string text_on_all(int ranks, const F& f) {
 }
 
 void make(const Group& group, const Select& select, const MuonOptions& options = {}) {
-  DistributedMuon(net_of(group), split_of(group), select, options);
+  DistributedMuon(net_with(1), split_of(group), select, options);
 }
 
 TEST(CppTrainer, NamesWhatCannotBeChosen) {
@@ -346,10 +380,10 @@ TEST(CppTrainer, NeedsAModelAndGroups) {
   run_ranks(2, [](const Group& group) {
     EXPECT_THAT([&] { DistributedMuon(nullptr, split_of(group), is_hidden); },
                 ThrowsMessage<ConfigError>(HasSubstr("the model is null")));
-    EXPECT_THAT([&] { DistributedMuon(net_of(group), split_of(nullptr), is_hidden); },
+    EXPECT_THAT([&] { DistributedMuon(net_with(1), split_of(nullptr), is_hidden); },
                 ThrowsMessage<ConfigError>(HasSubstr("the process group is null")));
     const MakeGroup none = [](const std::string&) { return Group(); };
-    EXPECT_THAT([&] { DistributedMuon(net_of(group), none, is_hidden); },
+    EXPECT_THAT([&] { DistributedMuon(net_with(1), none, is_hidden); },
                 ThrowsMessage<ConfigError>(HasSubstr("there is no process group for 'control'")));
   });
 }
@@ -362,6 +396,25 @@ TEST(CppTrainer, ABlockMustBeAmongTheOptions) {
         [&] { rank.backward(0); },
         ThrowsMessage<ConfigError>(HasSubstr("'blocks.0') is not one of the options' blocks")));
   });
+}
+
+TEST(CppTrainer, NamesAGradientOfACallThatItHasNotSeen) {
+  const auto beside = text_on_all(2, [](const Group& group) {
+    Rank rank(group);
+    const auto output =
+        rank.net->forward(batch(0).to(at::kFloat), [](int, const auto& f) { return f(); });
+    loss_of(output).backward();
+    rank.trainer.step();
+  });
+  EXPECT_THAT(beside, HasSubstr("'first.weight' has a gradient, and no call of the model went"));
+  const auto block = text_on_all(2, [](const Group& group) {
+    MuonOptions options;
+    options.blocks = {"blocks.1"};
+    Rank rank(group, options);
+    rank.backward(0);
+    rank.trainer.step();
+  });
+  EXPECT_THAT(block, HasSubstr("'blocks.1.weight' has a gradient, and no call of 'blocks.1' went"));
 }
 
 TEST(CppTrainer, AGradientThatIsNotFiniteStopsAllRanks) {
