@@ -38,8 +38,11 @@ void Engine::begin_pass() {
   const auto here = touched_here();
   const auto anywhere = touched_anywhere(here);
   std::vector<int32_t> order = config_.order;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return units_[a].last_left > units_[b].last_left; });
+  // Weights that are everywhere are fetched from nobody: forwards may differ, the order may not.
+  if (!resident(units_.front())) {
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return units_[a].last_left > units_[b].last_left; });
+  }
   for (const int u : order) {
     units_[u].position = -1;
     units_[u].touched = here[u];

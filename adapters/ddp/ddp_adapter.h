@@ -1,5 +1,6 @@
 // DDP's answers: whole weights on every rank, all the time; gradients are means over the ranks.
 #pragma once
+#include <optional>
 #include <vector>
 
 #include "engine/runtime_adapter.h"
@@ -21,8 +22,11 @@ class DdpAdapter final : public RuntimeAdapter {
   void enter_no_sync() { ++no_sync_depth_; }
   void leave_no_sync() { --no_sync_depth_; }
 
+  // Under torch's DistributedDataParallel, which decides when a forward begins.
+  void set_forward_sync(bool on) { forward_sync_ = on; }
+
   Residency residency(int) const override { return Residency::resident; }
-  bool synchronize(int) const override { return no_sync_depth_ == 0; }
+  bool synchronize(int) const override { return forward_sync_.value_or(no_sync_depth_ == 0); }
   double divisor(int) const override { return ranks_; }
   c10::ScalarType compute_dtype(int unit) const override { return units_[unit].compute_dtype; }
   c10::ScalarType reduce_dtype(int unit) const override { return units_[unit].reduce_dtype; }
@@ -31,6 +35,7 @@ class DdpAdapter final : public RuntimeAdapter {
   std::vector<DdpUnit> units_;
   double ranks_;
   int no_sync_depth_ = 0;
+  std::optional<bool> forward_sync_;
 };
 
 }  // namespace dmuon

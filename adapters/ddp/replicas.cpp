@@ -20,7 +20,7 @@ at::ScalarType travelling(const at::Tensor& parameter) {
 }  // namespace
 
 Replicas::Replicas(std::vector<ReplicatedParameter> parameters,
-                   std::unique_ptr<Transport> transport, std::unique_ptr<Lane> lane,
+                   std::unique_ptr<Transport> transport, std::shared_ptr<Lane> lane,
                    int64_t bucket_bytes)
     : transport_(std::move(transport)), lane_(std::move(lane)) {
   for (auto& parameter : parameters) members_.push_back({.of = std::move(parameter)});

@@ -29,7 +29,7 @@ class Replicas : public std::enable_shared_from_this<Replicas> {
  public:
   // In the order of registration, which is the same on every rank.
   Replicas(std::vector<ReplicatedParameter> parameters, std::unique_ptr<Transport> transport,
-           std::unique_ptr<Lane> lane, int64_t bucket_bytes = 25 << 20);
+           std::shared_ptr<Lane> lane, int64_t bucket_bytes = 25 << 20);
 
   // Rank 0's values on every rank. Collective.
   void broadcast(const std::vector<at::Tensor>& tensors, const std::string& name);
@@ -69,7 +69,7 @@ class Replicas : public std::enable_shared_from_this<Replicas> {
   std::vector<Member> members_;
   std::vector<Bucket> buckets_;  // the last registered parameters first, as backward reaches them
   std::unique_ptr<Transport> transport_;
-  std::unique_ptr<Lane> lane_;
+  std::shared_ptr<Lane> lane_;  // of the group, for whoever else uses it
   bool synchronize_ = true;
   bool in_pass_ = false;
   std::weak_ptr<void> pass_alive_;

@@ -2,9 +2,16 @@
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 
+#include "engine/lane.h"
+
 namespace dmuon {
 
 namespace py = pybind11;
+
+// One lane for each group, as long as anybody uses it: one thread issues to a group, in the
+// program's order. "": a lane of its own.
+std::shared_ptr<Lane> lane_for(const std::string& group, const char* name, LaneKind kind,
+                               const at::Device& device);
 
 void bind_kernels(py::module_& m);
 void bind_plan(py::module_& m);

@@ -15,9 +15,7 @@ std::shared_ptr<Replicas> make_replicas(const std::vector<Triple>& parameters,
   for (const auto& [parameter, inner, wrapper] : parameters) {
     replicated.push_back({parameter, inner, wrapper});
   }
-  auto lane = kind == LaneKind::inline_  ? make_inline_lane("replicas")
-              : kind == LaneKind::device ? make_device_lane("replicas", device)
-                                         : make_host_lane("replicas");
+  std::shared_ptr<Lane> lane = lane_for(group, "replicas", kind, device);
   return std::make_shared<Replicas>(std::move(replicated), make_c10d_transport(group, nullptr),
                                     std::move(lane), bucket_bytes);
 }
@@ -33,7 +31,8 @@ void bind_ddp(py::module_& m) {
       .def(py::init<int, double>(), py::arg("units"), py::arg("ranks"))
       .def("unit", &DdpAdapter::unit, py::return_value_policy::reference_internal)
       .def("enter_no_sync", &DdpAdapter::enter_no_sync)
-      .def("leave_no_sync", &DdpAdapter::leave_no_sync);
+      .def("leave_no_sync", &DdpAdapter::leave_no_sync)
+      .def("set_forward_sync", &DdpAdapter::set_forward_sync);
   py::class_<Replicas, std::shared_ptr<Replicas>>(m, "Replicas")
       .def(py::init(&make_replicas), py::kw_only(), py::arg("parameters"), py::arg("group"),
            py::arg("lane_kind"), py::arg("device"), py::arg("bucket_bytes"))

@@ -8,14 +8,7 @@
 #include "python/bindings/bindings.h"
 
 namespace dmuon {
-namespace {
 
-// Names of process groups; "" where an axis has one rank.
-struct GroupNames {
-  std::string materialise, reduce, replicate_reduce, publish, tp_gather, tp_scatter, control;
-};
-
-// One lane for each group, as long as any engine uses it.
 std::shared_ptr<Lane> lane_for(const std::string& group, const char* name, LaneKind kind,
                                const at::Device& device) {
   const auto make = [&]() -> std::shared_ptr<Lane> {
@@ -30,6 +23,13 @@ std::shared_ptr<Lane> lane_for(const std::string& group, const char* name, LaneK
   if (!lane) lanes[group] = lane = make();
   return lane;
 }
+
+namespace {
+
+// Names of process groups; "" where an axis has one rank.
+struct GroupNames {
+  std::string materialise, reduce, replicate_reduce, publish, tp_gather, tp_scatter, control;
+};
 
 Channels make_channels(const GroupNames& names, LaneKind kind, const at::Device& device,
                        FlightRing* ring) {

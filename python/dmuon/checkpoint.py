@@ -97,10 +97,10 @@ class _Save:
             state_dict[prefix + attribute] = value
 
     def __deepcopy__(self, memo):
-        return _Unmanaged()
+        return _Whole() if self._held[0][1].resident else _Unmanaged()
 
     def __reduce__(self):
-        return _Unmanaged, ()
+        return (_Whole if self._held[0][1].resident else _Unmanaged), ()
 
 
 class _Load(_Save):
@@ -138,6 +138,13 @@ def _local(param, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor) or not param.was_dtensor:
         return value
     return as_parameter(param, param.layout.local_of(value, param.runtime.tp_rank).contiguous())
+
+
+class _Whole:
+    """In a copy that holds whole weights: torch does what is to be done."""
+
+    def __call__(self, *args):
+        return None
 
 
 class _Unmanaged:

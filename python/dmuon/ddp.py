@@ -354,7 +354,7 @@ def _replicate(model, mesh, symmetric, bucket_bytes, broadcast_buffers) -> nn.Mo
     before = _fingerprints(named.items())
     replicas.broadcast([local_part(p.detach()) for p in parameters] + buffers, "(replicas)")
     _warn_changed(before, named)
-    hook = _BeforeForward(weakref.ref(runtime), buffers if broadcast_buffers else [])
+    hook = _BeforeForward(weakref.ref(runtime), broadcast_buffers)
     runtime.replica_hook = model.register_forward_pre_hook(hook)
     return model
 
@@ -389,6 +389,27 @@ def check_shard(modules) -> None:
 
 def note_wrapped(module: nn.Module, wrapper: DistributedDataParallel) -> None:
     _wrapped[module] = weakref.ref(wrapper)
+    runtime = runtime_of(module, optional=True)
+    if runtime is not None:
+        module.register_forward_pre_hook(_AsWrapper(weakref.ref(runtime), weakref.ref(wrapper)))
+
+
+class _AsWrapper:
+    """torch's wrapper decides in forward whether the backward of it averages."""
+
+    def __init__(self, runtime, wrapper):
+        self._runtime, self._wrapper = runtime, wrapper
+
+    def __call__(self, module, args) -> None:
+        runtime, wrapper = self._runtime(), self._wrapper()
+        if wrapper is not None and torch.is_grad_enabled():
+            runtime.adapter.set_forward_sync(wrapper.require_backward_grad_sync)
+
+    def __deepcopy__(self, memo):
+        return _nothing
+
+    def __reduce__(self):
+        return _name_of_nothing, ()
 
 
 def wrapper_of_model(model: nn.Module) -> DistributedDataParallel | None:
@@ -399,14 +420,14 @@ def wrapper_of_model(model: nn.Module) -> DistributedDataParallel | None:
 class _BeforeForward:
     """Buffers follow the first rank before a forward if the one before could have changed them."""
 
-    def __init__(self, runtime, buffers: list[torch.Tensor]):
+    def __init__(self, runtime, buffers: bool):
         self._runtime, self._buffers, self._stale = runtime, buffers, False
 
     def __call__(self, module, args) -> None:
         runtime = self._runtime()
         runtime.replicas.watch()
-        if self._buffers and self._stale:
-            runtime.replicas.broadcast(self._buffers, "(buffers)")
+        if self._buffers and self._stale:  # those it has now: a forward may make new ones
+            runtime.replicas.broadcast([b for b in module.buffers() if b.numel()], "(buffers)")
         self._stale = torch.is_grad_enabled() and runtime.no_sync_depth == 0
 
     def __deepcopy__(self, memo):

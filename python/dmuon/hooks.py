@@ -27,6 +27,7 @@ class Boundary:
         self.refresh()
         pre, post = _PreHook(self._hook), _PostHook(self._hook)
         pre.path = post.path = path
+        pre.resident = post.resident = isinstance(runtime.adapter, _C.DdpAdapter)
         self.handles = [
             module.register_forward_pre_hook(pre),
             module.register_forward_hook(post, always_call=True),
@@ -58,16 +59,25 @@ class _Copied:
         )
 
 
+def nothing(*args, **kwargs) -> None:
+    """The hook of a copy that holds whole weights: it is a module like any other."""
+
+
+def _name_of_nothing():
+    return nothing
+
+
 class _Unmanaged:
     """What the copies of a hook become."""
 
     path: str
+    resident: bool
 
     def __deepcopy__(self, memo):
-        return _Copied(self.path)
+        return nothing if self.resident else _Copied(self.path)
 
     def __reduce__(self):
-        return _Copied, (self.path,)
+        return (_name_of_nothing, ()) if self.resident else (_Copied, (self.path,))
 
 
 class _PreHook(_Unmanaged, _C.PreHook):

@@ -1,0 +1,113 @@
+"""Ranks that take other paths, copies of a model, several models in one backward."""
+
+import copy
+from functools import partial
+
+import dmuon
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.ddp import (
+    BOTH,
+    FOR_UNUSED,
+    assert_replicas_equal,
+    check_ddp,
+    replicated,
+    setup_ddp,
+    wrapped,
+)
+from tests.support.meshes import flat, run_on
+from tests.support.models import Net
+
+
+class Skipping(Net):
+    """Stochastic depth: leaves out the block that `skip` names."""
+
+    skip = None
+
+    def forward(self, x):
+        x = self.inp(x)
+        for i, block in enumerate(self.blocks):
+            x = x if i == self.skip else block(x)
+        return self.head(x)
+
+
+def deep():
+    return Skipping(dims=((17, 29), (17, 18), (17, 23)))
+
+
+@pytest.mark.parametrize("by", list(BOTH))
+@pytest.mark.parametrize("layout", [flat(2), flat(3)], ids=str)
+def test_each_rank_may_skip_another_block(layout, by):
+    run_on(layout, check_skipping, by)
+
+
+def check_skipping(rank, layout, by):
+    check_ddp(rank, layout, skipping, wrap=FOR_UNUSED[by], make_model=deep)
+
+
+def skipping(run):
+    for step in range(4):
+        for rank in run.ranks:
+            run.model.skip = (step + rank) % 3
+            run.loss(step, rank).backward()
+        run.step()
+
+
+@pytest.mark.parametrize("by", list(BOTH))
+def test_a_copy_is_a_module_like_any_other(by):
+    run_on(flat(2), check_copy, by)
+
+
+def check_copy(rank, layout, by):
+    run = setup_ddp(layout, wrap=BOTH[by])
+    run.train(0)
+    dmuon.wait_all_replicate_broadcasts(run.model)
+    x, _ = run.batch(1, rank)
+    averaged = torch.optim.swa_utils.AveragedModel(run.model)
+    twin = copy.deepcopy(run.model)
+    with torch.no_grad():
+        want = run.model(x)
+        assert torch.equal(twin(x), want) and torch.equal(averaged(x), want)
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), run.model.parameters()))
+    twin.load_state_dict(twin.state_dict())
+    F.mse_loss(twin(x), torch.zeros(len(x), 20)).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    run.train(1)
+    assert_replicas_equal(run)
+
+
+def test_two_models_in_one_backward():
+    run_on(flat(2), check_joint)
+
+
+def check_joint(rank, layout):
+    """A loss over both reaches both; each trains as it does alone."""
+    first, second = (setup_ddp(layout, wrap=replicated) for _ in range(2))
+    alone = setup_ddp(layout, wrap=replicated)
+    for step in range(3):
+        (first.loss(step, rank) + second.loss(step, rank)).backward()
+        first.step()
+        second.step()
+        alone.train(step)
+    for run in (first, second):
+        assert_replicas_equal(run)
+        for p, q in zip(run.model.parameters(), alone.model.parameters()):
+            assert torch.equal(p, q)
+
+
+def test_a_forward_under_torchs_no_sync_is_not_averaged_as_torch_has_it():
+    run_on(flat(2), check_forward_inside)
+
+
+def check_forward_inside(rank, layout):
+    run = setup_ddp(layout, wrap=partial(wrapped))
+    with run.called.no_sync():
+        loss = run.loss(0, rank)
+    loss.backward()
+    with pytest.raises(ValueError, match="never reduced"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.train(1)
+    assert_replicas_equal(run)
