@@ -310,7 +310,7 @@ def _symmetric(model, mesh) -> list[tuple[str, nn.Parameter]]:
         )
     if runtime.replicas is not None:
         raise ValueError("replicate was called on this model already. Call it once.")
-    if model in _wrapped:
+    if runtime.model() in _wrapped:
         raise ValueError(
             "the model is in a DistributedDataParallel, which keeps the other parameters equal. Use "
             "either that or dmuon.replicate."
@@ -341,6 +341,7 @@ def is_ddp(runtime: Runtime) -> bool:
 
 def _replicate(model, mesh, symmetric, bucket_bytes, broadcast_buffers) -> nn.Module:
     runtime = runtime_of_whole(model)
+    _agree_on(runtime, model, symmetric, bucket_bytes, broadcast_buffers)
     parameters = [p for _, p in symmetric]
     runtime.replicas = replicas = _C.Replicas(
         parameters=[(p, local_part(p), wrapper_of(p)) for p in parameters],
@@ -357,6 +358,24 @@ def _replicate(model, mesh, symmetric, bucket_bytes, broadcast_buffers) -> nn.Mo
     hook = _BeforeForward(weakref.ref(runtime), broadcast_buffers)
     runtime.replica_hook = model.register_forward_pre_hook(hook)
     return model
+
+
+def _agree_on(runtime, model, symmetric, bucket_bytes, broadcast_buffers) -> None:
+    """All ranks are about to exchange the same tensors in the same buckets."""
+    tensors = [*symmetric, *((f"buffer {n}", b) for n, b in model.named_buffers())]
+    lines = [
+        f"{name}\t{tuple(t.shape)} {t.dtype}, requires_grad={t.requires_grad}"
+        for name, t in tensors
+    ]
+    lines.append(
+        f"the arguments of replicate\tbucket_bytes={bucket_bytes}, broadcast_buffers={broadcast_buffers}"
+    )
+    _C.agree(
+        runtime.control.group_name,
+        lines,
+        subject="replicate the same parameters and buffers",
+        advice="Build the same model on every rank, frozen alike.",
+    )
 
 
 def check_wrap(module: nn.Module) -> None:

@@ -111,6 +111,7 @@ class Muon(torch.optim.Optimizer):
                 "weight_decay": adamw_weight_decay,
             }
             super().__init__(self._groups(param_groups, muon, adamw), {"lr": lr})
+            self.defaults["momentum"] = momentum  # what CyclicLR and OneCycleLR look for
         except Exception as error:
             raise_everywhere(runtime.control, error)
         self._agree(

@@ -18,7 +18,8 @@ from tests.support.ddp import (
     wrapped,
 )
 from tests.support.meshes import flat, run_on
-from tests.support.models import Net
+from tests.support.models import Net, in_blocks
+from tests.support.parity import assert_all_raise
 
 
 class Skipping(Net):
@@ -110,4 +111,47 @@ def check_forward_inside(rank, layout):
         run.optimizer.step()
     run.optimizer.zero_grad()
     run.train(1)
+    assert_replicas_equal(run)
+
+
+def test_ranks_that_replicate_other_models():
+    run_on(flat(2), check_other_models)
+
+
+def check_other_models(rank, layout):
+    """An extra layer, another shape, a frozen weight, other buckets: one text on all ranks."""
+    mesh = layout.mesh()
+
+    def refused(change, word, **options):
+        model = Net()
+        change(model)
+        dmuon.dedicate_params_ddp(model, mesh, predicate=in_blocks)
+        assert_all_raise(lambda: replicated(model, mesh, **options), "ValueError", word)
+
+    def extra(model):
+        if rank:
+            model.extra = torch.nn.Linear(3, 3)
+
+    def shape(model):
+        model.head = torch.nn.Linear(17, 20 + rank)
+
+    refused(extra, "extra.weight")
+    refused(shape, "head.weight")
+    refused(lambda model: model.head.weight.requires_grad_(rank == 0), "requires_grad")
+    refused(lambda model: None, "bucket_bytes", bucket_bytes=100 + rank)
+
+
+def test_schedulers_that_cycle_momentum():
+    run_on(flat(2), check_cycling)
+
+
+def check_cycling(rank, layout):
+    run = setup_ddp(layout)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, [0.02, 1e-3], total_steps=5)
+    momenta = set()
+    for step in range(4):
+        run.train(step)
+        momenta.add(run.optimizer.param_groups[0]["momentum"])
+        schedule.step()
+    assert len(momenta) > 1
     assert_replicas_equal(run)
