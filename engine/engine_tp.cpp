@@ -34,6 +34,7 @@ void Engine::start_gather(UnitRuntime& unit) {
 }
 
 bool Engine::gathers_are_current() const {
+  if (!channels_.tp_gather) return true;
   for (const auto& unit : units_) {
     for (const int s : gathering_slots(unit.store)) {
       if (!unit.store.slots()[s].gathered_is_current()) return false;

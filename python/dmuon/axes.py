@@ -76,11 +76,6 @@ class Axes:
     def dp_size(self) -> int:
         return self.sizes[0] * self.sizes[1]
 
-    @property
-    def cell(self) -> int:
-        shard, replicate, _ = self.position
-        return replicate * self.sizes[0] + shard
-
     def cell_ranks(self, cell: int) -> list[int]:
         tp = self.sizes[2]
         return self.ranks[cell * tp : (cell + 1) * tp]

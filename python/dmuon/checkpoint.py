@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from dmuon.hooks import name_of_nothing, nothing
 from dmuon.names import clean
 from dmuon.runtime import runtime_of
 from dmuon.tensor_parallel import local_part, wrap_like
@@ -97,10 +98,10 @@ class _Save:
             state_dict[prefix + attribute] = value
 
     def __deepcopy__(self, memo):
-        return _Whole() if self._held[0][1].resident else _Unmanaged()
+        return nothing if self._held[0][1].resident else _Unmanaged()
 
     def __reduce__(self):
-        return (_Whole if self._held[0][1].resident else _Unmanaged), ()
+        return (name_of_nothing if self._held[0][1].resident else _Unmanaged), ()
 
 
 class _Load(_Save):
@@ -138,13 +139,6 @@ def _local(param, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor) or not param.was_dtensor:
         return value
     return as_parameter(param, param.layout.local_of(value, param.runtime.tp_rank).contiguous())
-
-
-class _Whole:
-    """In a copy that holds whole weights: torch does what is to be done."""
-
-    def __call__(self, *args):
-        return None
 
 
 class _Unmanaged:

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -16,6 +16,7 @@ from dmuon import _C
 from dmuon.axes import check_mesh, ranks_of
 from dmuon.errors import listed, nearest
 from dmuon.groups import own_group
+from dmuon.hooks import OfTheOriginal
 from dmuon.names import clean
 from dmuon.runtime import Runtime, runtime_of, runtime_of_whole, runtimes
 from dmuon.set_up import Predicate, Settings, set_up
@@ -85,7 +86,8 @@ def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     runtime.engine.show_residents()
     runtime.values_at_setup = [_state_of_values(p) for p in runtime.params]
     _warn_changed(before, {n: p.parameter for p in runtime.params for n in p.names})
-    names = [name for name, p in model.named_parameters() if p in _dedicated(runtime)]
+    taken = _dedicated(runtime)
+    names = [name for name, p in model.named_parameters() if id(p) in taken]
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", [])) | set(names)
     # torch's documented way to keep parameters from DistributedDataParallel.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
@@ -127,16 +129,9 @@ def _warn_changed(before: Mapping, named: Mapping) -> None:
         )
 
 
-class _Dedicated:
-    def __init__(self, runtime: Runtime):
-        self._ids = {id(p.parameter) for p in runtime.params}
-
-    def __contains__(self, parameter) -> bool:
-        return id(parameter) in self._ids
-
-
-def _dedicated(runtime: Runtime) -> _Dedicated:
-    return _Dedicated(runtime)
+def _dedicated(runtime: Runtime) -> set[int]:
+    """Ids of the parameters."""
+    return {id(p.parameter) for p in runtime.params}
 
 
 class _Plain:
@@ -204,7 +199,7 @@ def _check_replicated(runtime: Runtime) -> None:
     model, taken = runtime.model(), _dedicated(runtime)
     if runtime.axes.dp_size == 1 or runtime.replicas is not None or model in _wrapped:
         return
-    left = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
     if left:
         raise ValueError(
             f"nobody averages the gradients of {listed(left)}. Call dmuon.replicate(model, mesh) "
@@ -316,7 +311,7 @@ def _symmetric(model, mesh) -> list[tuple[str, nn.Parameter]]:
             "either that or dmuon.replicate."
         )
     taken = _dedicated(runtime)
-    return [(clean(name), p) for name, p in model.named_parameters() if p not in taken]
+    return [(clean(name), p) for name, p in model.named_parameters() if id(p) not in taken]
 
 
 def _ddp_runtime(model) -> Runtime:
@@ -327,16 +322,12 @@ def _ddp_runtime(model) -> Runtime:
             "parameters use DistributedDataParallel."
         )
     runtime = runtime_of_whole(model)
-    if not is_ddp(runtime):
+    if not runtime.resident:
         raise ValueError(
             "the model was prepared for FSDP2 by dedicate_params, where fully_shard takes the other "
             "parameters. For replicated weights call dedicate_params_ddp, then replicate."
         )
     return runtime
-
-
-def is_ddp(runtime: Runtime) -> bool:
-    return isinstance(runtime.adapter, _C.DdpAdapter)
 
 
 def _replicate(model, mesh, symmetric, bucket_bytes, broadcast_buffers) -> nn.Module:
@@ -381,7 +372,7 @@ def _agree_on(runtime, model, symmetric, bucket_bytes, broadcast_buffers) -> Non
 def check_wrap(module: nn.Module) -> None:
     """Raises ValueError where ``DistributedDataParallel(module)`` would reduce what dmuon reduces."""
     runtime = runtime_of(module, optional=True)
-    if runtime is not None and not is_ddp(runtime):
+    if runtime is not None and not runtime.resident:
         raise ValueError(
             "the model was prepared for FSDP2 by dedicate_params. For DistributedDataParallel call "
             "dedicate_params_ddp instead."
@@ -395,7 +386,7 @@ def check_wrap(module: nn.Module) -> None:
 
 def check_shard(modules) -> None:
     """Raises ValueError where ``fully_shard(modules)`` would cut a model that holds whole weights."""
-    taken = {id(p.parameter) for r in runtimes() if is_ddp(r) for p in r.params}
+    taken = set().union(*(_dedicated(r) for r in runtimes() if r.resident))
     modules = modules if isinstance(modules, (list, tuple)) else [modules]
     named = (named for module in modules for named in module.named_parameters())
     whole = [clean(name) for name, p in named if id(p) in taken]
@@ -413,7 +404,7 @@ def note_wrapped(module: nn.Module, wrapper: DistributedDataParallel) -> None:
         module.register_forward_pre_hook(_AsWrapper(weakref.ref(runtime), weakref.ref(wrapper)))
 
 
-class _AsWrapper:
+class _AsWrapper(OfTheOriginal):
     """torch's wrapper decides in forward whether the backward of it averages."""
 
     def __init__(self, runtime, wrapper):
@@ -424,19 +415,13 @@ class _AsWrapper:
         if wrapper is not None and torch.is_grad_enabled():
             runtime.adapter.set_forward_sync(wrapper.require_backward_grad_sync)
 
-    def __deepcopy__(self, memo):
-        return _nothing
-
-    def __reduce__(self):
-        return _name_of_nothing, ()
-
 
 def wrapper_of_model(model: nn.Module) -> DistributedDataParallel | None:
     reference = _wrapped.get(model)
     return reference() if reference is not None else None
 
 
-class _BeforeForward:
+class _BeforeForward(OfTheOriginal):
     """Buffers follow the first rank before a forward if the one before could have changed them."""
 
     def __init__(self, runtime, buffers: bool):
@@ -448,17 +433,3 @@ class _BeforeForward:
         if self._buffers and self._stale:  # those it has now: a forward may make new ones
             runtime.replicas.broadcast([b for b in module.buffers() if b.numel()], "(buffers)")
         self._stale = torch.is_grad_enabled() and runtime.no_sync_depth == 0
-
-    def __deepcopy__(self, memo):
-        return _nothing
-
-    def __reduce__(self):
-        return _name_of_nothing, ()
-
-
-def _nothing(module, args) -> None:
-    """The hook of a copy: its module is not replicated."""
-
-
-def _name_of_nothing() -> Callable:
-    return _nothing

@@ -27,7 +27,7 @@ class Boundary:
         self.refresh()
         pre, post = _PreHook(self._hook), _PostHook(self._hook)
         pre.path = post.path = path
-        pre.resident = post.resident = isinstance(runtime.adapter, _C.DdpAdapter)
+        pre.resident = post.resident = runtime.resident
         self.handles = [
             module.register_forward_pre_hook(pre),
             module.register_forward_hook(post, always_call=True),
@@ -63,8 +63,18 @@ def nothing(*args, **kwargs) -> None:
     """The hook of a copy that holds whole weights: it is a module like any other."""
 
 
-def _name_of_nothing():
+def name_of_nothing():
     return nothing
+
+
+class OfTheOriginal:
+    """A hook that its module's copies do not have: base class."""
+
+    def __deepcopy__(self, memo):
+        return nothing
+
+    def __reduce__(self):
+        return name_of_nothing, ()
 
 
 class _Unmanaged:
@@ -77,7 +87,7 @@ class _Unmanaged:
         return nothing if self.resident else _Copied(self.path)
 
     def __reduce__(self):
-        return (_name_of_nothing, ()) if self.resident else (_Copied, (self.path,))
+        return (name_of_nothing, ()) if self.resident else (_Copied, (self.path,))
 
 
 class _PreHook(_Unmanaged, _C.PreHook):

@@ -90,7 +90,7 @@ class DedicatedParam:
     @property
     def resident(self) -> bool:
         """Whether the whole weight is on every rank, all the time."""
-        return isinstance(self.runtime.adapter, _C.DdpAdapter)
+        return self.runtime.resident
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -134,6 +134,11 @@ class Runtime:
     def owners(self) -> Mapping[str, int]:
         """Read-only: every name of every parameter -> owner rank. It keeps no weights alive."""
         return MappingProxyType({name: p.owner_rank for p in self.params for name in p.names})
+
+    @property
+    def resident(self) -> bool:
+        """Whether whole weights are on every rank, all the time: DDP."""
+        return isinstance(self.adapter, _C.DdpAdapter)
 
     @property
     def job_group(self):

@@ -9,26 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp2.test_accumulation import accumulate, clip_each_step, late_backwards, nested
-from tests.support.ddp import BOTH, FOR_UNUSED, check_ddp, setup_ddp, wrapped
-from tests.support.meshes import dp_tp, flat, run_on
+from tests.support.ddp import BOTH, FOR_UNUSED, by_both, check_ddp, setup_ddp, wrapped
+from tests.support.meshes import SQUARE, flat, on, run_on
 from tests.support.models import Net
 from tests.support.parity import assert_same, full_weights, three_steps
-from tests.support.tp_models import MIXED
-
-SQUARE = dp_tp(2, 2)
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
-
-
-def by_both():
-    return pytest.mark.parametrize("by", list(BOTH))
-
-
-def subject(layout):
-    return MIXED if layout.tp_name else {}
-
+from tests.support.tp_models import MIXED, subject
 
 # Accumulation ----------------------------------------------------------------------------------
 

@@ -11,13 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.fsdp2.test_errors import count_hooks
 from tests.support.ddp import put_under_ddp, replicated, setup_ddp, wrapped
-from tests.support.meshes import dp_tp, flat, run_on
+from tests.support.meshes import SQUARE, flat, run_on
 from tests.support.models import Net, in_blocks
 from tests.support.parity import assert_all_raise, full_weights, three_steps
 from tests.support.tp_models import MIXED, mixed, parallelize_mixed
 from tests.support.weights import local
-
-SQUARE = dp_tp(2, 2)
 
 
 def seeded(make=Net):

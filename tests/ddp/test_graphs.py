@@ -4,21 +4,10 @@ from functools import partial
 
 import pytest
 
-from tests.support.ddp import BOTH, FOR_UNUSED, check_ddp, wrapped
-from tests.support.meshes import dp_tp, flat, run_on
+from tests.support.ddp import BOTH, FOR_UNUSED, by_both, check_ddp, wrapped
+from tests.support.meshes import SQUARE, flat, on, run_on
 from tests.support.models import Net
 from tests.support.tp_models import MIXED
-
-SQUARE = dp_tp(2, 2)
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
-
-
-def by_both():
-    return pytest.mark.parametrize("by", list(BOTH))
-
 
 # Graphs ----------------------------------------------------------------------------------------
 

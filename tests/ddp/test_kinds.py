@@ -9,22 +9,20 @@ import torch
 from torch import nn
 
 from tests.fsdp2.test_kinds import Conv, Experts, InBf16
-from tests.support.ddp import BOTH, assert_replicas_equal, check_ddp, put_under_ddp, setup_ddp
-from tests.support.meshes import dp_tp, flat, run_on
+from tests.support.ddp import (
+    BOTH,
+    assert_replicas_equal,
+    by_both,
+    check_ddp,
+    put_under_ddp,
+    setup_ddp,
+)
+from tests.support.meshes import dp_tp, flat, on, run_on
 from tests.support.models import Block, Net, in_blocks
 from tests.support.oracle import Oracle, relative_error
 from tests.support.parity import Run, assert_same, full_weights, gathered, three_steps
 from tests.support.tp_models import MIXED, mixed
 from tests.support.weights import clean_weights, local, owned_weights
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
-
-
-def by_both():
-    return pytest.mark.parametrize("by", list(BOTH))
-
 
 # Modules ---------------------------------------------------------------------------------------
 

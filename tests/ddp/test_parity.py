@@ -2,25 +2,15 @@
 
 from functools import partial
 
-import pytest
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from tests.support.ddp import BOTH, check_ddp, replicated, setup_ddp, wrapped
-from tests.support.meshes import dp_tp, flat, run_on
+from tests.support.ddp import BOTH, by_both, check_ddp, replicated, setup_ddp, wrapped
+from tests.support.meshes import SQUARE, dp_tp, flat, on, run_on
 from tests.support.models import Net
 from tests.support.parity import assert_same, full_weights, three_steps
 from tests.support.tp_models import MIXED
 
 SIZES = [flat(2), flat(3), flat(4)]
-SQUARE = dp_tp(2, 2)
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
-
-
-def by_both():
-    return pytest.mark.parametrize("by", list(BOTH))
 
 
 def seven_blocks():

@@ -9,25 +9,11 @@ import dmuon
 import pytest
 import torch
 
-from tests.support.ddp import BOTH, assert_replicas_equal, setup_ddp
-from tests.support.meshes import dp_tp, flat, run_on
+from tests.support.ddp import BOTH, assert_replicas_equal, by_both, setup_ddp
+from tests.support.meshes import SQUARE, flat, on, run_on
 from tests.support.models import Net
 from tests.support.parity import assert_same, full_weights, three_steps
-from tests.support.tp_models import MIXED
-
-SQUARE = dp_tp(2, 2)
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
-
-
-def by_both():
-    return pytest.mark.parametrize("by", list(BOTH))
-
-
-def subject(layout):
-    return MIXED if layout.tp_name else {}
+from tests.support.tp_models import MIXED, subject
 
 
 def through_a_file(state):

@@ -1,11 +1,10 @@
 """The moments of a step, and what it costs: calls of Newton-Schulz, bytes."""
 
 import dmuon
-import pytest
 import torch
 
-from tests.support.ddp import BOTH, assert_replicas_equal, check_ddp, setup_ddp, wrapped
-from tests.support.meshes import dp_tp, flat, run_on
+from tests.support.ddp import BOTH, assert_replicas_equal, by_both, check_ddp, setup_ddp, wrapped
+from tests.support.meshes import SQUARE, flat, on, run_on
 from tests.support.models import Net, in_blocks
 from tests.support.parity import (
     assert_all_raise,
@@ -15,21 +14,7 @@ from tests.support.parity import (
     three_steps,
     total,
 )
-from tests.support.tp_models import MIXED
-
-SQUARE = dp_tp(2, 2)
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
-
-
-def by_both():
-    return pytest.mark.parametrize("by", list(BOTH))
-
-
-def subject(layout):
-    return MIXED if layout.tp_name else {}
+from tests.support.tp_models import MIXED, subject
 
 
 def weights_of_all(run):

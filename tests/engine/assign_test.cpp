@@ -10,9 +10,14 @@
 #include <set>
 
 #include "engine/error.h"
+#include "tests/engine/makespan.h"
 
 namespace dmuon {
 namespace {
+
+using testing::best_makespan;
+using testing::largest;
+using testing::lpt_makespan;
 
 using ::testing::AllOf;
 using ::testing::Each;
@@ -35,42 +40,11 @@ AssignProblem problem(std::vector<double> costs, int64_t slots) {
           .slots = slots};
 }
 
-template <class T>
-T largest(const std::vector<T>& values) {
-  return *std::max_element(values.begin(), values.end());
-}
-
 double makespan(const AssignProblem& p, const std::vector<int32_t>& owners) {
   return largest(sum_per_slot(p.costs, owners, p.slots));
 }
 
 double makespan(const AssignProblem& p) { return makespan(p, assign_lpt(p)); }
-
-// The textbook algorithm: the yardstick, written as plainly as possible.
-double lpt_makespan(std::vector<double> costs, int64_t slots) {
-  std::sort(costs.begin(), costs.end(), std::greater<>());
-  std::priority_queue<double, std::vector<double>, std::greater<>> loads;
-  for (int64_t i = 0; i < slots; ++i) loads.push(0);
-  double makespan = 0;
-  for (double cost : costs) {
-    const double load = loads.top() + cost;
-    loads.pop();
-    loads.push(load);
-    makespan = std::max(makespan, load);
-  }
-  return makespan;
-}
-
-double best_makespan(const std::vector<double>& costs, std::vector<double>& loads, size_t item) {
-  if (item == costs.size()) return largest(loads);
-  double best = std::numeric_limits<double>::infinity();
-  for (double& load : loads) {
-    load += costs[item];
-    best = std::min(best, best_makespan(costs, loads, item + 1));
-    load -= costs[item];
-  }
-  return best;
-}
 
 double best_makespan(const std::vector<double>& costs, int64_t slots) {
   std::vector<double> loads(slots);

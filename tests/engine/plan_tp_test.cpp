@@ -11,9 +11,14 @@
 
 #include "engine/error.h"
 #include "engine/plan.h"
+#include "tests/engine/makespan.h"
 
 namespace dmuon {
 namespace {
+
+using testing::best_makespan;
+using testing::largest;
+using testing::lpt_makespan;
 
 using ::testing::AllOf;
 using ::testing::Each;
@@ -62,37 +67,6 @@ std::vector<Matrix> random_list(std::mt19937_64& random, int size, int64_t tp, b
     if (adamw && random() % 8 == 0) list.back().route = Route::adamw;
   }
   return list;
-}
-
-template <class T>
-T largest(const std::vector<T>& values) {
-  return *std::max_element(values.begin(), values.end());
-}
-
-// The textbook algorithm: the yardstick, written as plainly as possible.
-double lpt_makespan(std::vector<double> costs, int64_t slots) {
-  std::sort(costs.begin(), costs.end(), std::greater<>());
-  std::priority_queue<double, std::vector<double>, std::greater<>> loads;
-  for (int64_t i = 0; i < slots; ++i) loads.push(0);
-  double makespan = 0;
-  for (const double cost : costs) {
-    const double load = loads.top() + cost;
-    loads.pop();
-    loads.push(load);
-    makespan = std::max(makespan, load);
-  }
-  return makespan;
-}
-
-double best_makespan(const std::vector<double>& costs, std::vector<double>& loads, size_t item) {
-  if (item == costs.size()) return largest(loads);
-  double best = std::numeric_limits<double>::infinity();
-  for (double& load : loads) {
-    load += costs[item];
-    best = std::min(best, best_makespan(costs, loads, item + 1));
-    load -= costs[item];
-  }
-  return best;
 }
 
 // LPT where a matrix of the adamw route costs every rank of its cell a share.

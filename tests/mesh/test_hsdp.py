@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.meshes import dp_tp, flat, hsdp, run_on
+from tests.support.meshes import dp_tp, flat, hsdp, on, run_on
 from tests.support.models import INPUTS, OUTPUTS, Bare, Net, shard
 from tests.support.parity import (
     assert_same,
@@ -23,10 +23,6 @@ from tests.support.tp_models import subject
 from tests.support.weights import local
 
 FOUR = [hsdp(2, 2), hsdp(1, 4), hsdp(4, 1)]
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
 
 
 def seven_blocks():

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.meshes import cube, dp_tp, hsdp, run_on
+from tests.support.meshes import cube, dp_tp, hsdp, on, run_on
 from tests.support.models import Net, in_blocks, shard
 from tests.support.oracle import Oracle, relative_error, tolerance
 from tests.support.parity import (
@@ -44,10 +44,6 @@ from tests.support.tp_models import (
 from tests.support.weights import local
 
 FOUR = [dp_tp(2, 2), dp_tp(1, 4)]
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
 
 
 # More than two dims ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.fsdp2.test_errors import count_hooks
-from tests.support.meshes import cube, dp_tp, hsdp, run_on
+from tests.support.meshes import SQUARE, cube, hsdp, run_on
 from tests.support.models import Net, in_blocks, shard
 from tests.support.parity import (
     assert_all_raise,
@@ -29,8 +29,6 @@ from tests.support.parity import (
 )
 from tests.support.tp_models import ATTENTION, GATED, MIXED, mixed, parallelize_mixed
 from tests.support.weights import local
-
-SQUARE = dp_tp(2, 2)
 
 
 def assert_refused(model, *words, kind="ValueError", predicate=in_blocks, **options):

@@ -4,12 +4,11 @@ import copy
 from functools import partial
 
 import dmuon
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fsdp2.test_moments import interleaved_idle_steps, step_twice, zero_grad_everywhere
-from tests.support.meshes import cube, dp_tp, hsdp, run_on
+from tests.support.meshes import cube, dp_tp, hsdp, on, run_on
 from tests.support.models import Net, in_blocks, shard
 from tests.support.oracle import Oracle, relative_error, tolerance
 from tests.support.parity import (
@@ -25,11 +24,6 @@ from tests.support.tp_models import (
     MIXED,
     subject,
 )
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
-
 
 # Moments of a step -------------------------------------------------------------------------------
 

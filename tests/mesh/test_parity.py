@@ -5,7 +5,6 @@ import copy
 from functools import partial
 
 import dmuon
-import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fsdp2.test_accumulation import accumulate, clip_each_step
 from tests.fsdp2.test_moments import evaluate, evaluate_everywhere
-from tests.support.meshes import cube, dp_tp, hsdp, run_on
+from tests.support.meshes import cube, dp_tp, hsdp, on, run_on
 from tests.support.models import Net, in_blocks, shard
 from tests.support.oracle import Oracle, relative_error, tolerance
 from tests.support.parity import Run, check_parity, full_weights, setup
@@ -24,10 +23,6 @@ from tests.support.tp_models import SEQUENCE_PARALLEL, subject, tokens
 
 ONE_BY_ONE = [hsdp(2, 2), hsdp(1, 4), hsdp(4, 1), dp_tp(2, 2)]
 AT_ONCE = [hsdp(2, 4), dp_tp(1, 2), dp_tp(2, 1), dp_tp(2, 4), cube(2, 2, 2)]
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
 
 
 @on(ONE_BY_ONE)

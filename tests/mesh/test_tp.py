@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.mesh.test_hsdp import read_after_each_step
-from tests.support.meshes import cube, dp_tp, flat, run_on
+from tests.support.meshes import cube, dp_tp, flat, on, run_on
 from tests.support.models import Net, in_blocks
 from tests.support.oracle import relative_error, tolerance
 from tests.support.parity import (
@@ -31,10 +31,6 @@ from tests.support.tp_models import MIXED, mixed, parallelize_mixed, tokens
 
 MATRICES = sum(in_blocks(n, p) for n, p in mixed().named_parameters())
 FOUR = [dp_tp(2, 2), dp_tp(1, 4)]
-
-
-def on(layouts):
-    return pytest.mark.parametrize("layout", layouts, ids=str)
 
 
 def weights_of(layout, **options):

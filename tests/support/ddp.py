@@ -4,6 +4,7 @@ import itertools
 from functools import partial
 
 import dmuon
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +41,13 @@ def wrapped(model, mesh: DeviceMesh, **options):
 
 
 BOTH = {"replicate": replicated, "DistributedDataParallel": wrapped}
+
+
+def by_both():
+    """A test of each of them."""
+    return pytest.mark.parametrize("by", list(BOTH))
+
+
 FOR_UNUSED = BOTH | {"DistributedDataParallel": partial(wrapped, find_unused_parameters=True)}
 
 

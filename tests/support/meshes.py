@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import run_ranks
@@ -108,3 +109,11 @@ def run_on(layout, check, *args, limit_s=60.0):
 
 def _on(rank, world_size, layout, check, args):
     return check(rank, layout, *args)
+
+
+SQUARE = dp_tp(2, 2)
+
+
+def on(layouts):
+    """A test of each layout."""
+    return pytest.mark.parametrize("layout", layouts, ids=str)
