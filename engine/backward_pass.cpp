@@ -31,6 +31,8 @@ void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
 void Engine::begin_pass() {
   if (in_pass_ && pass_alive_.expired()) reset();  // the last one ended with an exception
   if (in_pass_) return;
+  end_forward();
+  config_.adapter->begin_pass();
   in_pass_ = true;
   ++passes_;
   fetched_ = reduced_ = 0;
@@ -94,6 +96,7 @@ void Engine::fetch(UnitRuntime& unit) {
   join_pass(unit);
   while (static_cast<int>(fetched_) <= unit.position) fetch_next();
   materialise(unit);
+  if (fetched_ < pass_order_.size()) prefetch(pass_order_[fetched_]);
 }
 
 void Engine::fetch_next() {

@@ -77,14 +77,17 @@ class C10dTransport final : public Transport {
   int size() const override { return traffic_.size; }
 
   void broadcast(const std::vector<Broadcast>& parts, const std::string& unit) override {
-    std::vector<Call> calls;
-    calls.reserve(parts.size());
-    for (const Broadcast& part : parts) {
-      require_dense(part.tensor, unit);
-      require_root(part.root, size(), unit);
-      calls.push_back(broadcast_call(part));
-    }
+    auto calls = broadcast_calls(parts, unit);
     run(calls, unit);
+  }
+
+  std::unique_ptr<Pending> start_broadcast(const std::vector<Broadcast>& parts,
+                                           const std::string& unit) override {
+    auto calls = broadcast_calls(parts, unit);
+    issue_all(calls, unit);
+    std::vector<at::Tensor> held;
+    for (const Broadcast& part : parts) held.push_back(part.tensor);
+    return std::make_unique<Issued>(*this, std::move(calls), unit, std::move(held));
   }
 
   void exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts, at::Tensor send,
@@ -146,6 +149,18 @@ class C10dTransport final : public Transport {
   }
 
  private:
+  std::vector<Call> broadcast_calls(const std::vector<Broadcast>& parts,
+                                    const std::string& unit) const {
+    std::vector<Call> calls;
+    calls.reserve(parts.size());
+    for (const Broadcast& part : parts) {
+      require_dense(part.tensor, unit);
+      require_root(part.root, size(), unit);
+      calls.push_back(broadcast_call(part));
+    }
+    return calls;
+  }
+
   Call broadcast_call(const Broadcast& part) const {
     const int64_t bytes = part.tensor.nbytes();
     return {Op::broadcast, part.root, bytes, traffic_.broadcast(part.root, bytes),

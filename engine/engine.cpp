@@ -122,7 +122,12 @@ void Engine::enter(int boundary) {
     ++unit.depth;
     unit.store.verify(plan());
     if (!unit.armed) forget_cleared(unit);
-    recomputing ? fetch(unit) : materialise(unit);
+    if (recomputing) {
+      fetch(unit);
+    } else {
+      materialise(unit);
+      follow_forward(unit);
+    }
     watch(unit);
   }
 }
@@ -199,18 +204,14 @@ void Engine::materialise(UnitRuntime& unit) {
     if (resident(unit)) unit.published.wait();
     return;
   }
-  spread(unit);
-  const auto& parts = unit.store.allocate();
-  if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
-  channels_.materialise_lane->run(
-      [&] { channels_.materialise->broadcast(parts, unit.store.name()); }, {unit.published});
-  ++counters_.materialisations;
-  unit.store.show_whole();
+  start_fetch(unit);
+  finish_fetch(unit);
 }
 
 void Engine::release(UnitRuntime& unit) {
   unit.keep = false;
   if (resident(unit)) return;
+  if (unit.fetch_issued) finish_fetch(unit);
   unit.store.release();
 }
 
@@ -232,6 +233,7 @@ void Engine::begin_step() {
         "optimizer.step() was called inside a backward pass. Call it after backward().");
   }
   if (in_pass_) reset();
+  end_forward();
   wait_reductions();
   wait_publishes();
   for (auto& unit : units_) {
@@ -278,13 +280,15 @@ void Engine::end_step(bool updated) {
   if (ring()) ring()->set_step(counters_.steps);
 }
 
+bool Engine::has_local_gradient(const UnitRuntime& unit) {
+  const auto& slots = unit.store.slots();
+  return std::any_of(slots.begin(), slots.end(), [](const Slot& slot) {
+    return slot.local.defined() && slot.parameter.grad().is_same(slot.shown_grad);
+  });
+}
+
 bool Engine::has_local_gradients() const {
-  for (const auto& unit : units_) {
-    for (const auto& slot : unit.store.slots()) {
-      if (slot.local.defined() && slot.parameter.grad().is_same(slot.shown_grad)) return true;
-    }
-  }
-  return false;
+  return std::any_of(units_.begin(), units_.end(), &Engine::has_local_gradient);
 }
 
 void Engine::wait_publishes() {

@@ -55,6 +55,7 @@ struct Counters {
   int64_t steps = 0;
   int64_t steps_without_gradient = 0;
   int64_t materialisations = 0;  // of a unit
+  int64_t prefetches = 0;        // of them, issued while another unit computed
   int64_t reductions = 0;
   int64_t sent_bytes_last_step = 0;  // this rank's, since the step before
   int64_t aborted_passes = 0;        // backward passes that ended with an exception
@@ -105,6 +106,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Lets reductions in flight end and hands out their results. Idempotent, legal at any point.
   void wait_reductions();
+  // Reduces what passes that did not synchronise have accumulated, on any rank. Collective; outside
+  // of a pass.
+  void reduce_accumulated();
 
   // Ends a backward pass that an exception has left unfinished: buffers freed, units idle, and no
   // gradient in the units that the pass had reached.
@@ -163,7 +167,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::vector<int> gathering;      // slots whose gradient of this pass is being gathered
     std::vector<at::Tensor> wholes;  // parallel: what has come of it
     int64_t gather_us = 0;
-    Event reduced, gathered, published;
+    std::unique_ptr<Pending> fetching;  // host: issued ahead of its use
+    bool fetch_issued = false;          // and not yet finished
+    int next = -1;                      // the unit that came after it in the last forward
+    Event reduced, gathered, published, fetched;
   };
 
   void advance(UnitRuntime& unit, UnitCall call);
@@ -171,11 +178,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void spread(UnitRuntime& unit);
   void finish_lanes();
   void materialise(UnitRuntime& unit);
+  void start_fetch(UnitRuntime& unit);
+  void finish_fetch(UnitRuntime& unit);
+  void prefetch(int unit);
+  void drop_prefetch();
+  void follow_forward(UnitRuntime& unit);
+  void end_forward();
   void release(UnitRuntime& unit);
   bool resident(const UnitRuntime& unit) const;
   void watch(UnitRuntime& unit);
   void forget_cleared(UnitRuntime& unit);
   bool trainable(const UnitRuntime& unit) const;
+  static bool has_local_gradient(const UnitRuntime& unit);
   static void note(int64_t& sequence, int64_t event);
 
   void pre_backward(int boundary, const std::vector<int64_t>& epochs);
@@ -218,6 +232,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   size_t fetched_ = 0, reduced_ = 0;                 // how many of them
   std::vector<std::shared_ptr<HookedNodes>> nodes_;  // per boundary
   int64_t forwards_ = 0, passes_ = 0;
+  int last_entered_ = -1, prefetched_ = -1;  // units of the forward in progress
   int64_t fetch_sequence_ = 0, reduce_sequence_ = 0;
   int64_t bytes_at_step_ = 0;
 };

@@ -123,6 +123,18 @@ void Engine::hand_out(UnitRuntime& unit) {
   unit.armed = unit.issued = unit.refired = false;
 }
 
+// As at the end of a pass that reaches every unit that has something to reduce.
+void Engine::reduce_accumulated() {
+  wait_reductions();
+  std::vector<bool> here(units_.size(), false);
+  for (size_t u = 0; u < units_.size(); ++u) here[u] = has_local_gradient(units_[u]);
+  const std::vector<bool> anywhere = touched_anywhere(here);
+  for (const int u : config_.order) {
+    if (anywhere[u] && trainable(units_[u])) issue(units_[u]);
+  }
+  wait_reductions();
+}
+
 void Engine::wait_reductions() {
   if (in_pass_) return;
   const auto start = std::chrono::steady_clock::now();

@@ -12,10 +12,23 @@ enum class Residency {
   resident,                // on every rank, always: the shard axis has one rank
 };
 
+// What a unit computes with, and what its gradients travel as.
+struct UnitDtypes {
+  c10::ScalarType compute_dtype = c10::ScalarType::Float;
+  c10::ScalarType reduce_dtype = c10::ScalarType::Float;
+};
+
 // `unit` indexes OwnershipPlan::units. Called on the training thread.
 class RuntimeAdapter {
  public:
   virtual ~RuntimeAdapter() = default;
+
+  // A backward pass begins: `synchronize` is about to be asked about its units.
+  virtual void begin_pass() {}
+
+  // Whether the weights of the next unit may be fetched while one computes, at the price of one
+  // more whole unit in memory.
+  virtual bool prefetches() const { return false; }
 
   virtual Residency residency(int unit) const = 0;
 

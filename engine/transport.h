@@ -46,6 +46,11 @@ class Transport {
   // All of them together. `unit` names the operation in the flight ring.
   virtual void broadcast(const std::vector<Broadcast>& parts, const std::string& unit) = 0;
 
+  // The same, issued now and finished by wait(). What cannot run beside its caller is finished when
+  // this returns.
+  virtual std::unique_ptr<Pending> start_broadcast(const std::vector<Broadcast>& parts,
+                                                   const std::string& unit);
+
   // Sends send_counts[r] elements of `send` to rank r and receives recv_counts[r] from it; both in
   // rank order. A rank's own counts are 0: it keeps what is its own.
   virtual void exchange(at::Tensor recv, const std::vector<int64_t>& recv_counts, at::Tensor send,

@@ -7,16 +7,11 @@
 
 namespace dmuon {
 
-struct DdpUnit {
-  c10::ScalarType compute_dtype = c10::ScalarType::Float;
-  c10::ScalarType reduce_dtype = c10::ScalarType::Float;
-};
-
 class DdpAdapter final : public RuntimeAdapter {
  public:
   DdpAdapter(int units, double ranks) : units_(units), ranks_(ranks) {}
 
-  DdpUnit& unit(int index) { return units_.at(index); }
+  UnitDtypes& unit(int index) { return units_.at(index); }
 
   // Gradients are kept until the outermost one is left. Nests.
   void enter_no_sync() { ++no_sync_depth_; }
@@ -32,7 +27,7 @@ class DdpAdapter final : public RuntimeAdapter {
   c10::ScalarType reduce_dtype(int unit) const override { return units_[unit].reduce_dtype; }
 
  private:
-  std::vector<DdpUnit> units_;
+  std::vector<UnitDtypes> units_;
   double ranks_;
   int no_sync_depth_ = 0;
   std::optional<bool> forward_sync_;

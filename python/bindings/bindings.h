@@ -21,6 +21,7 @@ void bind_engine(py::module_& m);
 void bind_optimizer(py::module_& m);
 void bind_fsdp2(py::module_& m);
 void bind_ddp(py::module_& m);
+void bind_zero(py::module_& m);
 void bind_hooks(py::module_& m);
 void bind_gradients(py::module_& m);
 

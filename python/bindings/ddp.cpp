@@ -24,9 +24,6 @@ std::shared_ptr<Replicas> make_replicas(const std::vector<Triple>& parameters,
 
 void bind_ddp(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<DdpUnit>(m, "DdpUnit")
-      .def_readwrite("compute_dtype", &DdpUnit::compute_dtype)
-      .def_readwrite("reduce_dtype", &DdpUnit::reduce_dtype);
   py::class_<DdpAdapter, RuntimeAdapter, std::shared_ptr<DdpAdapter>>(m, "DdpAdapter")
       .def(py::init<int, double>(), py::arg("units"), py::arg("ranks"))
       .def("unit", &DdpAdapter::unit, py::return_value_policy::reference_internal)

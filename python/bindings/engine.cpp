@@ -109,6 +109,7 @@ py::dict counters(const Engine& engine) {
   d["steps"] = c.steps;
   d["steps_without_gradient"] = c.steps_without_gradient;
   d["materialisations"] = c.materialisations;
+  d["prefetches"] = c.prefetches;
   d["reductions"] = c.reductions;
   d["sent_bytes_last_step"] = c.sent_bytes_last_step;
   d["aborted_passes"] = c.aborted_passes;
@@ -181,6 +182,7 @@ void bind_engine(py::module_& m) {
       .def("spread_values", &Engine::spread_values, Release())
       .def("show_residents", &Engine::show_residents, Release())
       .def("wait_reductions", &Engine::wait_reductions, Release())
+      .def("reduce_accumulated", &Engine::reduce_accumulated, Release())
       .def("wait_publishes", &Engine::wait_publishes, Release())
       .def("reset", &Engine::reset, Release())
       .def("rank", &Engine::rank)

@@ -6,6 +6,9 @@ namespace dmuon {
 
 void bind_fsdp2(py::module_& m) {
   py::class_<RuntimeAdapter, std::shared_ptr<RuntimeAdapter>>(m, "RuntimeAdapter");
+  py::class_<UnitDtypes>(m, "UnitDtypes")
+      .def_readwrite("compute_dtype", &UnitDtypes::compute_dtype)
+      .def_readwrite("reduce_dtype", &UnitDtypes::reduce_dtype);
   py::class_<Fsdp2Unit>(m, "Fsdp2Unit")
       .def_readwrite("reshard_after_forward", &Fsdp2Unit::reshard_after_forward)
       .def_readwrite("requires_gradient_sync", &Fsdp2Unit::requires_gradient_sync)

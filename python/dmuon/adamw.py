@@ -41,10 +41,10 @@ class SymmetricAdamW:
         self._inner.param_groups = [
             {**group, "params": part, "decoupled_weight_decay": True} for group, part in self._parts
         ]
-        _bare_step(self._inner)
+        bare_step(self._inner)
 
 
-def _bare_step(optimizer: torch.optim.AdamW) -> None:
+def bare_step(optimizer: torch.optim.AdamW) -> None:
     """torch's step without hooks: those of ``dmuon.Muon`` run already, and global ones must not run
     twice."""
     step = type(optimizer).step

@@ -87,8 +87,8 @@ class _Save:
 
     def __call__(self, module, state_dict, prefix, local_metadata):
         for attribute, param in self._held:
-            if param.resident:  # torch has put the value there; let it be the last step's
-                param.runtime.engine.wait_publishes()
+            if param.resident or not param.is_shown_by(module, attribute):
+                param.runtime.engine.wait_publishes()  # torch has put the value there
                 continue
             value = param._owned_data
             if value is None:
@@ -115,9 +115,10 @@ class _Load(_Save):
                 continue
             value, fine = state_dict[key], len(errors)
             self._load(param, key, value, errors)
-            shown = param.resident and len(errors) == fine and not isinstance(value, OwnedTensor)
+            given = not isinstance(value, OwnedTensor) and not is_absent(value)
+            shown = param.resident and len(errors) == fine and given
             # torch copies it there, onto itself where nothing is shown
-            state_dict[key] = _local(param, value) if shown else module._parameters[attribute]
+            state_dict[key] = _local(param, value) if shown else param.parameter
 
     @staticmethod
     def _load(param, key, value, errors) -> None:
@@ -126,12 +127,27 @@ class _Load(_Save):
                 f"size mismatch for {key}: the state dict has {tuple(value.shape)}, the model "
                 f"{tuple(param.full_shape)}."
             )
-        elif not isinstance(value, OwnedTensor):
+        elif not isinstance(value, OwnedTensor) and not is_absent(value):
             param.runtime.set_value(param, value)
+        elif param.is_owner and param.runtime.absent is not None:
+            param.runtime.absent.append(key)
         elif param.is_owner:
             errors.append(f"{key} was saved on a rank that did not own it: {value!r}.")
         else:  # its owner loads it: what this rank keeps is of yesterday
             param.runtime.engine.mark_changed(param.index)
+
+
+def stand_in(shape, dtype: torch.dtype) -> torch.Tensor:
+    """Goes into a file for a weight that another rank's file has: four bytes, and the right shape."""
+    return torch.full((1,), torch.nan, dtype=dtype).expand(tuple(shape))
+
+
+def is_absent(value: torch.Tensor) -> bool:
+    """Whether it is a ``stand_in``."""
+    if isinstance(value, OwnedTensor) or not value.is_floating_point() or value.numel() < 2:
+        return False
+    spread = any(s for s, n in zip(value.stride(), value.shape) if n > 1)
+    return not spread and bool(value.flatten()[0].isnan())
 
 
 def _local(param, value: torch.Tensor) -> torch.Tensor:
@@ -200,9 +216,18 @@ def _from_owner(param, value: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _broadcast(runtime, param, src: int, shape, mine: torch.Tensor | None) -> torch.Tensor:
+def state_from_owner(param, mine: torch.Tensor | None, shape) -> torch.Tensor:
+    """A copy of what lies whole on the owner alone, master, state or gradient, on every rank of the job."""
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    mine = mine.clone() if param.is_tp_owner else None
+    return _broadcast(param.runtime, param, param.owner_rank, shape, mine, dtype)
+
+
+def _broadcast(
+    runtime, param, src: int, shape, mine: torch.Tensor | None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     if mine is None:
-        mine = torch.empty(tuple(shape), dtype=param.dtype, device=param.parameter.device)
+        mine = torch.empty(tuple(shape), dtype=dtype or param.dtype, device=param.parameter.device)
     mine = mine.contiguous()
     if mine.numel():
         dist.broadcast(mine, src=src, group=runtime.job_group)

@@ -137,6 +137,8 @@ def _dedicated(runtime: Runtime) -> set[int]:
 class _Plain:
     """What ``set_up`` asks of the runtime."""
 
+    resident = True
+
     @staticmethod
     def check_model(model: nn.Module) -> None:
         if isinstance(model, DistributedDataParallel) or model in _wrapped:
@@ -156,12 +158,12 @@ class _Plain:
             )
 
     @staticmethod
-    def before_adopting(axes, chosen) -> None:
+    def before_adopting(runtime: Runtime) -> None:
         """Initial values are those of the mesh's first rank, as in DistributedDataParallel."""
-        for c in chosen:
-            values = local_part(c.parameter.detach())
+        for param in runtime.params:
+            values = local_part(param.parameter.detach())
             if not values.is_meta:
-                values.copy_(_of_first_rank(axes, values))
+                values.copy_(_of_first_rank(runtime.axes, values))
 
     @staticmethod
     def make_adapter(units: int, ranks: int) -> "_C.DdpAdapter":
@@ -322,10 +324,10 @@ def _ddp_runtime(model) -> Runtime:
             "parameters use DistributedDataParallel."
         )
     runtime = runtime_of_whole(model)
-    if not runtime.resident:
+    if not isinstance(runtime.adapter, _C.DdpAdapter):
         raise ValueError(
-            "the model was prepared for FSDP2 by dedicate_params, where fully_shard takes the other "
-            "parameters. For replicated weights call dedicate_params_ddp, then replicate."
+            "the model was prepared for FSDP2 by dedicate_params, or for DeepSpeed by dedicate_params_zero, "
+            "where fully_shard or DeepSpeed takes the other parameters. For replicated weights call dedicate_params_ddp, then replicate."
         )
     return runtime
 
@@ -372,9 +374,9 @@ def _agree_on(runtime, model, symmetric, bucket_bytes, broadcast_buffers) -> Non
 def check_wrap(module: nn.Module) -> None:
     """Raises ValueError where ``DistributedDataParallel(module)`` would reduce what dmuon reduces."""
     runtime = runtime_of(module, optional=True)
-    if runtime is not None and not runtime.resident:
+    if runtime is not None and not isinstance(runtime.adapter, _C.DdpAdapter):
         raise ValueError(
-            "the model was prepared for FSDP2 by dedicate_params. For DistributedDataParallel call "
+            "the model was prepared for another runtime, by dedicate_params or dedicate_params_zero. For DistributedDataParallel call "
             "dedicate_params_ddp instead."
         )
     if runtime is not None and runtime.replicas is not None:

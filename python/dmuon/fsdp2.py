@@ -124,6 +124,9 @@ def wrap_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, with_whole_weights)
 
 
+resident = False  # with reshard_after_forward=False too: not between steps
+
+
 def check_model(model: nn.Module) -> None:
     """Nothing beyond what holds for all runtimes."""
 
@@ -136,7 +139,7 @@ def check_complete(runtime) -> None:
     """Parameters outside of any ``fully_shard`` are their user's affair."""
 
 
-def before_adopting(axes, chosen) -> None:
+def before_adopting(runtime) -> None:
     """Initial values are the owner's: nothing to do."""
 
 

@@ -1,7 +1,7 @@
 """``dmuon.Muon``: the optimizer of a model with dedicated parameters."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -97,12 +97,19 @@ class Muon(torch.optim.Optimizer):
                 tp_distributed_gram_policy,
                 ("beneficial", "always", "never"),
             )
-            choice("nonfinite", nonfinite, tuple(_NONFINITE))
-            rule = _adjust_lr(adjust_lr, adjust_lr_fn)
-            self._ns_options = as_newton_schulz(ns_backend).options(ns_steps)
+            placing = tp_distributed_gram_policy if tp_distributed_gram else "never"
+            build, agreed = engine_optimizer(
+                runtime,
+                ns_backend=ns_backend,
+                ns_steps=ns_steps,
+                nesterov=nesterov,
+                replicate_async=replicate_async,
+                adjust_lr=adjust_lr,
+                adjust_lr_fn=adjust_lr_fn,
+                nonfinite=nonfinite,
+                sharded_gram=placing,
+            )
             runtime.prepare_for_optimizer()
-            if replicate_async is None:
-                replicate_async = runtime.axes.sizes[2] == 1
             muon = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
             adamw = {
                 "lr": adamw_lr,
@@ -115,30 +122,13 @@ class Muon(torch.optim.Optimizer):
         except Exception as error:
             raise_everywhere(runtime.control, error)
         self._agree(
-            ns_backend=ns_backend,
-            ns_steps=ns_steps,
-            adjust_lr=rule,
-            nesterov=nesterov,
-            nonfinite=nonfinite,
-            replicate_async=replicate_async,
-            tp_distributed_gram=(bool(tp_distributed_gram), tp_distributed_gram_policy),
+            **agreed, tp_distributed_gram=(bool(tp_distributed_gram), tp_distributed_gram_policy)
         )
         runtime.engine.spread_values()
-        self._muon = _C.Optimizer(
-            engine=runtime.engine,
-            newton_schulz=self._ns_options,
-            adjust_lr=getattr(_C.AdjustLr, rule),
-            nesterov=bool(nesterov),
-            nonfinite=_NONFINITE[nonfinite],
-            sharded_gram=getattr(
-                _C.ShardedGram, tp_distributed_gram_policy if tp_distributed_gram else "never"
-            ),
-            publish_async=bool(replicate_async),
-            groups=[0] * len(runtime.params),
-        )
+        self._muon, self._ns_options = build()
         if runtime.axes.sizes[2] > 1:
             for group in self.param_groups:
-                group[_PLACING] = tp_distributed_gram_policy if tp_distributed_gram else "never"
+                group[_PLACING] = placing
         for index, param in enumerate(runtime.params):
             param.in_shards = index in self._muon.in_shards()
         self._symmetric = _C.SymmetricGradients()
@@ -202,7 +192,7 @@ class Muon(torch.optim.Optimizer):
                 key: _as_whole(param, key, mine[key])
                 if mine
                 else owned_tensor(param, f"{param.param_name}.{key}", torch.float32, shape)
-                for key, shape in _state_shapes(param).items()
+                for key, shape in state_shapes(param).items()
             }
 
     def add_param_group(self, param_group: dict) -> None:
@@ -319,7 +309,56 @@ class Muon(torch.optim.Optimizer):
         return found
 
 
-def _state_shapes(param) -> dict[str, tuple]:
+def engine_optimizer(
+    runtime,
+    *,
+    ns_backend,
+    ns_steps: int,
+    nesterov: bool,
+    replicate_async: bool | None,
+    adjust_lr: str,
+    adjust_lr_fn: str | None,
+    nonfinite: str,
+    sharded_gram: str = "never",
+) -> tuple[Callable, dict]:
+    """The engine's optimizer of the dedicated matrices, for any front end. Local.
+
+    Returns:
+        A function that makes it and gives it with its Newton-Schulz options, and the settings that must be
+        equal on all ranks.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+    choice("nonfinite", nonfinite, tuple(_NONFINITE))
+    rule = _adjust_lr(adjust_lr, adjust_lr_fn)
+    options = as_newton_schulz(ns_backend).options(ns_steps)
+    publish_async = runtime.axes.sizes[2] == 1 if replicate_async is None else bool(replicate_async)
+
+    def build():
+        muon = _C.Optimizer(
+            engine=runtime.engine,
+            newton_schulz=options,
+            adjust_lr=getattr(_C.AdjustLr, rule),
+            nesterov=bool(nesterov),
+            nonfinite=_NONFINITE[nonfinite],
+            sharded_gram=getattr(_C.ShardedGram, sharded_gram),
+            publish_async=publish_async,
+            groups=[0] * len(runtime.params),
+        )
+        return muon, options
+
+    return build, {
+        "ns_backend": ns_backend,
+        "ns_steps": ns_steps,
+        "adjust_lr": rule,
+        "nesterov": nesterov,
+        "nonfinite": nonfinite,
+        "replicate_async": publish_async,
+    }
+
+
+def state_shapes(param) -> dict[str, tuple]:
     shape = tuple(param.full_shape)
     if param.route == "adamw":
         return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
@@ -344,7 +383,7 @@ def _my_part(param, key: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_state(param, values: dict, is_here: bool) -> None:
-    for key, shape in _state_shapes(param).items():
+    for key, shape in state_shapes(param).items():
         value = values.get(key)
         if value is None or tuple(value.shape) != shape:
             given = "missing" if value is None else f"of shape {tuple(value.shape)}"

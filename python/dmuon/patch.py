@@ -16,6 +16,8 @@ from torch.nn.utils import clip_grad
 from dmuon import ddp
 from dmuon.errors import listed
 from dmuon.fsdp2 import Ignored, Union, units_under, wrap_forward_method
+from dmuon.zero.initialize import install as install_zero
+from dmuon.zero.initialize import uninstall as uninstall_zero
 
 _SETTERS = {
     "set_requires_gradient_sync": "requires_gradient_sync",
@@ -71,6 +73,7 @@ def install_patch() -> None:
     _rebind(parallel.parallelize_module, _wrap_parallelize(parallel.parallelize_module))
     _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
     _rebind(clip_grad.clip_grad_norm_, _wrap_clip(clip_grad.clip_grad_norm_))
+    install_zero()
 
 
 def uninstall_patch() -> None:
@@ -90,6 +93,7 @@ def uninstall_patch() -> None:
     torch.amp.GradScaler.unscale_ = _originals["unscale_"]
     for name in ("no_sync", "__init__"):
         setattr(DistributedDataParallel, name, _originals[name])
+    uninstall_zero()
     _originals.clear()
 
 

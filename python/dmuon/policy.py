@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -83,19 +84,24 @@ class PolicyTable:
 
     def of(self, name: str) -> ParamPolicy:
         policy = self._defaults
-        for i, (substrings, values) in enumerate(self._overrides):
-            if any(substring in name for substring in substrings):
+        for i, (patterns, values) in enumerate(self._overrides):
+            if any(_matches(pattern, name) for pattern in patterns):
                 self._matched[i] = True
                 policy = replace(policy, **values)
         return policy
 
     def check_all_matched(self) -> None:
-        for matched, (substrings, _) in zip(self._matched, self._overrides, strict=True):
+        for matched, (patterns, _) in zip(self._matched, self._overrides, strict=True):
             if not matched:
                 raise ValueError(
-                    f"the param_policy override for {list(substrings)} matches no dedicated "
+                    f"the param_policy override for {list(patterns)} matches no dedicated "
                     "parameter. Correct its name, or remove it."
                 )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """A substring, or with one of ``*?[`` a glob of the whole name."""
+    return fnmatchcase(name, pattern) if set(pattern) & set("*?[") else pattern in name
 
 
 def matrix_view(

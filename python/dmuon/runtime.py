@@ -25,10 +25,19 @@ _runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDict
 class Slot:
     """A place in a module that holds a dedicated parameter. It does not keep the module alive."""
 
+    parameters: dict  # where the module keeps it: its `_parameters`, or its `_buffers`
+
     def __init__(self, module: nn.Module, attribute: str):
         self.attribute = attribute
         self.parameters = module._parameters
         self.module = weakref.ref(module)
+
+    def hide(self) -> None:
+        """From everyone who walks over ``parameters()``: among the buffers, where attribute access and
+        ``state_dict`` find it under the same name."""
+        module = self.module()
+        module._buffers[self.attribute] = module._parameters.pop(self.attribute)
+        self.parameters = module._buffers
 
     @property
     def current(self) -> nn.Parameter:
@@ -96,6 +105,13 @@ class DedicatedParam:
     def parameter(self) -> nn.Parameter:
         return self.slots[0].current
 
+    def is_shown_by(self, module: nn.Module, attribute: str) -> bool:
+        """Whether the slot holds our Parameter: not while a checkpoint shows whole weights."""
+        held = next(
+            s for s in self.slots if s.module() is module and s.attribute == attribute
+        ).current
+        return hasattr(held, "_dedicated_owner_rank")
+
     @property
     def _owned_data(self) -> torch.Tensor | None:
         """The owner's weight in float32 (float64 for a float64 parameter), this rank's shard where it is
@@ -129,6 +145,7 @@ class Runtime:
         self.stepped = False
         self.no_sync_depth = 0
         self.values_at_setup: list = []
+        self.absent: list[str] | None = None  # while a checkpoint loads: keys that its file lacks
         self.replicas = None  # what keeps the symmetric parameters equal, where dmuon does
 
     def owners(self) -> Mapping[str, int]:
@@ -137,8 +154,8 @@ class Runtime:
 
     @property
     def resident(self) -> bool:
-        """Whether whole weights are on every rank, all the time: DDP."""
-        return isinstance(self.adapter, _C.DdpAdapter)
+        """Whether whole weights are on every rank, all the time: DDP, ZeRO-0 to 2."""
+        return self.front.resident
 
     @property
     def job_group(self):

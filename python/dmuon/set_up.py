@@ -82,7 +82,7 @@ def set_up(
     Collective over the job.
 
     Args:
-        front: the module of the runtime (``fsdp2``, ``ddp``): ``check_model``, ``check_axes``,
+        front: the module or object of the runtime (``fsdp2``, ``ddp``): ``resident``, ``check_model``, ``check_axes``,
             ``before_adopting``, ``make_adapter``, ``settle``, ``check_slot``, ``check_complete``.
         extra: more that must be equal on all ranks.
     """
@@ -219,7 +219,7 @@ def _install(model, axes: Axes, chosen, plan, control, settings: Settings, front
         share_gather_staging=reuse in (True, "all", "gather"),
         share_scatter_staging=reuse in (True, "all", "scatter"),
     )
-    front.before_adopting(axes, chosen)
+    front.before_adopting(runtime)
     runtime.adopt()
     modules = {clean(path): module for path, module in model.named_modules()}
     for index, path in enumerate(paths):

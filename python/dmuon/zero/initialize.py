@@ -1,0 +1,213 @@
+"""``deepspeed.initialize`` with dedicated matrices, from a config alone."""
+
+import functools
+import inspect
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from dmuon.errors import listed
+from dmuon.runtime import runtime_of
+from dmuon.zero import seams
+from dmuon.zero.attach import attach
+from dmuon.zero.config import OPTIMIZER, DsConfig, check_supported
+from dmuon.zero.optimizer import OwnerOptimizer
+from dmuon.zero.plan import Plan, dedicate_params_zero
+
+
+def initialize(*args, **kwargs):
+    """``deepspeed.initialize``, with its arguments and its four results: engine, optimizer, loader, scheduler.
+
+    Where the config names the optimizer ``DMuon``, the matrices that its ``"dmuon"`` section selects get owners
+    (``dedicate_params_zero``), DeepSpeed gets the rest with an ``OwnerOptimizer``, and the two are attached.
+    Else it is DeepSpeed's own.
+
+    Collective over all ranks.
+
+    Raises:
+        ValueError: with the same text on every rank, before DeepSpeed has begun: what
+            ``dedicate_params_zero`` refuses; an unknown key, with the nearest known one; no ``"dmuon"``
+            section, with one to paste.
+    """
+    import deepspeed
+
+    return _initialize(_original(deepspeed), *args, **kwargs)
+
+
+def _original(deepspeed):
+    return inspect.unwrap(deepspeed.initialize, stop=lambda f: not getattr(f, "_dmuon", False))
+
+
+def _initialize(original, *args, **kwargs):
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    arguments = call.arguments
+    config = _config_of(arguments)
+    model, optimizer = arguments["model"], arguments["optimizer"]
+    plan = _plan_of(model)
+    if not _concerns_us(config, optimizer, plan):
+        return original(*args, **kwargs)
+    ds = DsConfig.read(config)
+    made_here = plan is None
+    _check_call(ds, optimizer, arguments)
+    if made_here:
+        _init_distributed(arguments)
+        plan = dedicate_params_zero(model, ds.raw)
+    check_supported(ds)
+    if not isinstance(optimizer, OwnerOptimizer):
+        given = arguments["model_parameters"]
+        params = list(model.parameters()) if given is None else list(given)
+        arguments["optimizer"] = optimizer = OwnerOptimizer(
+            params, plan=plan, **ds.optimizer_params()
+        )
+    arguments["model_parameters"] = None
+    arguments["config"], arguments["config_params"] = _for_deepspeed(ds), None
+    with seams.initializing():
+        result = original(*call.args, **call.kwargs)
+    if made_here:
+        attach(result[0], plan)
+    return result
+
+
+def _config_of(arguments):
+    """As DeepSpeed looks for it."""
+    config = arguments["config"] if arguments["config"] is not None else arguments["config_params"]
+    if config is None:
+        config = getattr(arguments["args"], "deepspeed_config", None)
+    return config
+
+
+def _plan_of(model) -> Plan | None:
+    runtime = runtime_of(model, optional=True) if isinstance(model, nn.Module) else None
+    return getattr(runtime.front, "plan", None) if runtime is not None else None
+
+
+def _concerns_us(config, optimizer, plan) -> bool:
+    if plan is not None or isinstance(optimizer, OwnerOptimizer):
+        return True
+    try:
+        ds = DsConfig.read(config)
+    except ValueError:
+        return False  # DeepSpeed's to say
+    return ds.names_dmuon or "dmuon" in ds.raw
+
+
+def _check_call(ds: DsConfig, optimizer, arguments) -> None:
+    """Raises ValueError where the dedicated matrices would be left untrained."""
+    if optimizer is None and not ds.names_dmuon:
+        kind = ds.get("optimizer", "type")
+        raise ValueError(
+            f"the optimizer of this config is {kind!r}, which knows nothing of dedicated matrices. Write "
+            f'"optimizer": {{"type": "{OPTIMIZER}", "params": {{...}}}}, or drop the "dmuon" section.'
+        )
+    if optimizer is not None and not isinstance(optimizer, OwnerOptimizer):
+        kind = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise ValueError(
+            f"deepspeed.initialize got the optimizer {kind}, which knows nothing of dedicated matrices. Leave it "
+            f'out and name "{OPTIMIZER}" in the config, or give OwnerOptimizer(params, plan=plan).'
+        )
+    if arguments["mpu"] is not None:
+        raise ValueError(
+            "mpu: model parallelism is not supported together with dedicated matrices."
+        )
+    if not isinstance(arguments["model"], nn.Module):
+        raise ValueError(
+            f"model is a {type(arguments['model']).__name__}; it must be a torch.nn.Module."
+        )
+
+
+def _init_distributed(arguments) -> None:
+    """As deepspeed.initialize does a moment later."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if not torch.distributed.is_initialized() and arguments["dist_init_required"] is not False:
+        deepspeed.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=arguments["distributed_port"],
+        )
+
+
+def _for_deepspeed(ds: DsConfig) -> dict:
+    """A client optimizer of a class that DeepSpeed has not tested, also with offloading."""
+    raw = {**ds.raw, "zero_allow_untested_optimizer": True}
+    if ds.get("zero_optimization", "offload_optimizer") is not None:
+        raw["zero_force_ds_cpu_optimizer"] = False
+    return raw
+
+
+def patch(deepspeed) -> None:
+    """``deepspeed.initialize`` reads what concerns us; ``torch.optim.DMuon`` says what to do where it was not
+    asked. Idempotent."""
+    if getattr(deepspeed.initialize, "_dmuon", False):
+        return
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        return _initialize(original, *args, **kwargs)
+
+    wrapped._dmuon = True
+    deepspeed.initialize = wrapped
+    torch.optim.DMuon = _unreached
+
+
+def unpatch() -> None:
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and getattr(deepspeed.initialize, "_dmuon", False):
+        deepspeed.initialize = deepspeed.initialize.__wrapped__
+    if getattr(torch.optim, "DMuon", None) is _unreached:
+        del torch.optim.DMuon
+
+
+def _unreached(params, **kwargs):
+    """What DeepSpeed finds under the name ``DMuon`` when our wrapper has not been asked."""
+    raise RuntimeError(
+        f'the DeepSpeed config names the optimizer "{OPTIMIZER}", and this deepspeed.initialize was bound before '
+        f"`import dmuon` ({listed(sorted(kwargs)) or 'no settings'} given). Call dmuon.zero.initialize(model=..., "
+        "config=...), or import dmuon first."
+    )
+
+
+class _WhenImported(MetaPathFinder):
+    """Patches DeepSpeed right after its import, without importing it. Others may only look whether it is
+    there."""
+
+    _looking = False
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "deepspeed" or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = self._then_patch(spec.loader.exec_module)
+        return spec
+
+    def _then_patch(self, execute):
+        def exec_module(module):
+            execute(module)
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+            patch(module)
+
+        return exec_module
+
+
+def install() -> None:
+    """Now, if DeepSpeed is imported already; else as soon as it is."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and hasattr(deepspeed, "initialize"):
+        patch(deepspeed)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def uninstall() -> None:
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _WhenImported)]
+    unpatch()

@@ -1,0 +1,253 @@
+"""``dedicate_params_zero``: the chosen matrices leave DeepSpeed's sight before it looks."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dmuon import _C
+from dmuon.errors import listed, nearest
+from dmuon.groups import control_group
+from dmuon.names import slots
+from dmuon.runtime import Runtime
+from dmuon.set_up import Predicate, Settings, set_up
+from dmuon.zero import seams
+from dmuon.zero.config import DsConfig, Section, check_model, check_supported, shape_of
+
+
+class Plan(Mapping):
+    """Name of a dedicated parameter -> its owner rank, and what ``attach`` needs. It keeps no weights."""
+
+    def __init__(self, runtime: Runtime, config: DsConfig, names: list[str]):
+        self._runtime = runtime
+        self.config = config
+        self.stage = config.stage
+        self.names = names  # of all parameters, in the model's order, as they were before
+        self.optimizer = lambda: None  # weak: the OwnerOptimizer made from it
+        self.attached = None
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._runtime
+
+    def note_optimizer(self, optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+
+    def __getitem__(self, name: str) -> int:
+        return self._runtime.owners()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runtime.owners())
+
+    def __len__(self) -> int:
+        return len(self._runtime.owners())
+
+
+def dedicate_params_zero(
+    model: nn.Module, ds_config, predicate: Predicate | None = None, **keywords
+) -> Plan:
+    """Give each chosen weight matrix one owner rank, and hide it from DeepSpeed. Call it before
+    ``deepspeed.initialize`` and after ``deepspeed.init_distributed``.
+
+    A dedicated weight stays where it was (``module.weight``, the same ``Parameter`` and the same key in
+    ``state_dict``), but among the module's buffers: ``model.named_parameters()`` does not list it,
+    ``dmuon.zero.named_parameters(engine)`` does. At stages 0 to 2 it is whole on every rank, all the time;
+    at stage 3 on its owner, and elsewhere while it is used. Initial values are rank 0's, as DeepSpeed's.
+
+    Collective over all ranks.
+
+    Args:
+        model: on any device, or built under ``deepspeed.zero.Init``.
+        ds_config: the dictionary, or the path, that ``deepspeed.initialize`` will get. Read: the stage,
+            dtypes, ``gradient_allreduce_op`` and, without ``predicate``, the ``"dmuon"`` section.
+        predicate: ``(name, parameter) -> bool``; the same answer on every rank. Under ``zero.Init`` it
+            sees parameters on the meta device, with their true shapes.
+        keywords: those of ``dedicate_params`` that do not concern meshes.
+
+    Returns:
+        For ``dmuon.zero.OwnerOptimizer`` and ``dmuon.zero.attach``. A read-only mapping from name to
+        owner rank.
+
+    Raises:
+        ValueError: with the same text on every rank, before anything has changed: what
+            ``dedicate_params`` refuses; a setting that does not go with dedicated matrices; a model that
+            went through ``deepspeed.initialize`` already; nothing left for DeepSpeed.
+    """
+    config = DsConfig.read(ds_config)
+    check_supported(config)
+    check_model(model)
+    if predicate is None:
+        section = Section.read(config, model)
+        section.check_used(model)
+        predicate, settings = section.predicate, section.settings
+        if keywords:
+            raise ValueError(
+                f"dedicate_params_zero got {listed(list(keywords))} and no predicate; without one the "
+                'settings are those of the "dmuon" section. Write them there.'
+            )
+    else:
+        settings = _settings(keywords)
+    names = [name for name, _ in _unique(model)]
+    predicate = _Remembered(predicate)
+    mesh = _whole_mesh(model)
+    _make_whole(model, predicate, mesh)
+    shard, replicate = (mesh, None) if config.stage == 3 else (None, mesh)
+    front = (_Stage3 if config.stage == 3 else _Resident)(config, model)
+    runtime = set_up(model, shard, replicate, predicate, settings, front, (config.stage,))
+    runtime.settle()
+    runtime.engine.show_residents()
+    front.plan = plan = Plan(runtime, config, names)
+    return plan
+
+
+def _settings(keywords: dict) -> Settings:
+    known = tuple(
+        k for k in Settings.__dataclass_fields__ if k not in ("allow_empty", "tp_buffer_reuse")
+    )
+    for key in keywords:
+        if key not in known:
+            raise ValueError(f"dedicate_params_zero has {key!r}, {nearest(key, known)}")
+    return Settings(**keywords)
+
+
+def _unique(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    seen = set()
+    for name, _, _, parameter in slots(model):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
+
+
+def _whole_mesh(model: nn.Module) -> DeviceMesh:
+    """All ranks, on the accelerator's devices; the model goes there, as DeepSpeed will want it."""
+    device = seams.accelerator_device()
+    on_device = [p for p in model.parameters() if not p.is_meta and not seams.is_partitioned(p)]
+    if any(p.device != device for p in on_device):
+        model.to(device)
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+class _Remembered:
+    """The predicate's answer by name, given once: a partitioned parameter is asked about before it is
+    made whole, and must not get another answer afterwards."""
+
+    def __init__(self, predicate: Predicate):
+        self._predicate, self._answers = predicate, {}
+
+    def __call__(self, name: str, parameter: torch.Tensor) -> bool:
+        if name not in self._answers:
+            self._answers[name] = bool(self._predicate(name, _as_declared(parameter)))
+        return self._answers[name]
+
+
+def _as_declared(parameter: torch.Tensor) -> torch.Tensor:
+    """With the shape that the module declares."""
+    if not seams.is_partitioned(parameter):
+        return parameter
+    meta = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=parameter.requires_grad)
+
+
+def _make_whole(model: nn.Module, predicate: _Remembered, mesh: DeviceMesh) -> None:
+    """Chosen parameters that ``zero.Init`` has partitioned become ordinary ones."""
+    partitioned = [
+        (name, p) for name, p in _unique(model) if seams.is_partitioned(p) and predicate(name, p)
+    ]
+    control = control_group(mesh, tuple(range(dist.get_world_size())))
+    _C.agree(
+        control.group_name,
+        [f"{name}\t{tuple(shape_of(p))}" for name, p in partitioned],
+        subject="dedicate the same parameters",
+        advice="Make the predicate a function of name, shape and dtype only.",
+    )
+    whole = {id(p): seams.gathered(p) for _, p in partitioned}
+    for _, module, attribute, parameter in list(slots(model)):
+        if id(parameter) in whole:
+            module._parameters[attribute] = whole[id(parameter)]
+
+
+class _Front:
+    """What ``set_up`` and the runtime ask about DeepSpeed."""
+
+    resident: bool
+    plan: Plan | None = None
+
+    def __init__(self, config: DsConfig, model: nn.Module):
+        self._config, self._model = config, weakref.ref(model)
+
+    @staticmethod
+    def check_model(model: nn.Module) -> None:
+        if seams.is_engine(model):
+            raise ValueError(
+                "the model is a DeepSpeed engine already. Call dedicate_params_zero on the bare model, then "
+                "deepspeed.initialize; or dmuon.zero.initialize, which does both."
+            )
+        managed = seams.managed_by_deepspeed(model)
+        if managed:
+            raise ValueError(
+                f"{listed(managed)} went through deepspeed.initialize already. Call dedicate_params_zero "
+                "before it."
+            )
+
+    def check_axes(self, axes, chosen) -> None:
+        frozen = [c.name for c in chosen if not c.parameter.requires_grad]
+        if frozen and len(frozen) == len(chosen):
+            raise ValueError(
+                f"all chosen parameters are frozen: {listed(frozen)}. Choose trainable ones."
+            )
+        taken = {id(c.parameter) for c in chosen}
+        if not any(p.requires_grad and id(p) not in taken for p in self._model().parameters()):
+            raise ValueError(
+                "every trainable parameter is dedicated, and DeepSpeed does not run with nothing to train. "
+                "Leave one out that AdamW may train: an embedding, a norm, a bias."
+            )
+
+    def before_adopting(self, runtime: Runtime) -> None:
+        """Initial values are rank 0's; then the parameters move among the buffers."""
+        for param in runtime.params:
+            value = param.parameter.detach()
+            first = value.contiguous()
+            if first.numel() and not first.is_meta:
+                dist.broadcast(first, src=0)
+                value.copy_(first)
+            for slot in param.slots:
+                slot.hide()
+
+    def settle(self, runtime: Runtime) -> None:
+        for param in runtime.params:
+            unit = runtime.adapter.unit(runtime.engine.unit_of(param.index))
+            compute = self._config.compute_dtype or param.dtype
+            unit.compute_dtype = param.policy.param_dtype or compute
+            reduce = param.policy.grad_dtype or self._config.reduce_dtype or unit.compute_dtype
+            unit.reduce_dtype = torch.float32 if reduce == torch.float64 else reduce
+
+    @staticmethod
+    def check_slot(param) -> None:
+        """The runtime's own error says what to do."""
+
+    @staticmethod
+    def check_complete(runtime: Runtime) -> None:
+        raise ValueError(
+            "this model was prepared for DeepSpeed by dedicate_params_zero. Its optimizer is "
+            "dmuon.zero.OwnerOptimizer(params, plan=plan), given to deepspeed.initialize; or call "
+            "dmuon.zero.initialize(model=..., config=...)."
+        )
+
+    def make_adapter(self, units: int, ranks: int) -> "_C.ZeroAdapter":
+        residency = _C.Residency.resident if self.resident else _C.Residency.transient
+        return _C.ZeroAdapter(
+            units, residency, 1.0 if self._config.sums_gradients else float(ranks)
+        )
+
+
+class _Resident(_Front):
+    """Stages 0, 1 and 2."""
+
+    resident = True
+
+
+class _Stage3(_Front):
+    resident = False

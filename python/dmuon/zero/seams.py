@@ -1,0 +1,274 @@
+"""All that dmuon touches of DeepSpeed beyond its public functions, in one place.
+
+Tried with DeepSpeed 0.19.8. Each wrapped method is looked for, with its parameters, when an engine is
+attached: another DeepSpeed is tried and announced, one whose methods have changed is refused by name.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+import warnings
+
+import torch
+from torch import nn
+
+TESTED = ("0.19.8",)
+_announced: set[str] = set()
+_initializing = 0
+
+
+def accelerator_name() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().device_name().partition(":")[0]
+
+
+def accelerator_device() -> torch.device:
+    """Where DeepSpeed will want the model on this rank."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """By ``deepspeed.zero.Init``, or by stage 3."""
+    return hasattr(parameter, "ds_id")
+
+
+def gathered(parameter: torch.Tensor) -> nn.Parameter:
+    """An ordinary parameter with the values of a partitioned one. Collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        whole = parameter.detach().clone()
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def is_engine(model) -> bool:
+    from deepspeed import DeepSpeedEngine
+
+    return isinstance(model, DeepSpeedEngine)
+
+
+def is_pipeline(model) -> bool:
+    from deepspeed import PipelineModule
+
+    return isinstance(model, PipelineModule)
+
+
+def managed_by_deepspeed(model: nn.Module) -> list[str]:
+    """Names of parameters that an optimizer of DeepSpeed's holds."""
+    marks = ("_z3_optimizer", "_hp_mapping")
+    return [n for n, p in model.named_parameters() if any(hasattr(p, mark) for mark in marks)]
+
+
+# deepspeed.initialize in progress: its wrappers of 16-bit optimizers step once in their constructors.
+
+
+@contextlib.contextmanager
+def initializing():
+    global _initializing
+    _initializing += 1
+    try:
+        yield
+    finally:
+        _initializing -= 1
+
+
+def require_initializing() -> None:
+    if not _initializing:
+        raise RuntimeError(
+            "OwnerOptimizer.step() before dmuon.zero.attach(engine, plan): the dedicated matrices would not "
+            "be trained. Call attach right after deepspeed.initialize, or use dmuon.zero.initialize, which "
+            "does both. (Import dmuon before `from deepspeed import initialize`.)"
+        )
+
+
+# The engine.
+
+
+def reduces_now(engine) -> bool:
+    """Whether DeepSpeed would reduce what the backward pass that begins brings."""
+    if engine.inside_no_sync_ctxt or not engine.enable_backward_allreduce:
+        return False
+    if engine.zero_optimization_stage() >= 2:
+        return True
+    return engine.is_gradient_accumulation_boundary()
+
+
+def loss_scale(engine) -> float:
+    """What the gradients that have come are multiplied by. Before an update of the scale."""
+    optimizer = engine.optimizer
+    config = getattr(optimizer, "loss_scale_config", None)
+    if config is not None:
+        return float(config.cur_scale)
+    return float(getattr(optimizer, "loss_scale", 1.0))
+
+
+def announce_version() -> None:
+    import deepspeed
+
+    version = deepspeed.__version__.partition("+")[0]
+    if version in TESTED or version in _announced:
+        return
+    _announced.add(version)
+    warnings.warn(
+        f"dmuon was tried with DeepSpeed {', '.join(TESTED)}; this is {version}. What dmuon relies on is there, "
+        "so it goes on.",
+        stacklevel=4,
+    )
+
+
+def wrap(owner, name: str, wanted: str, make) -> None:
+    """``owner.name`` becomes ``make(original)``, on this object alone.
+
+    Args:
+        wanted: the parameters that the method must have.
+
+    Raises:
+        RuntimeError: it is missing, or has others.
+    """
+    original = getattr(owner, name, None)
+    if not callable(original):
+        _refuse(owner, name, f"({wanted})", "is missing")
+    given = ", ".join(_parameters(original))
+    if given != wanted:
+        _refuse(owner, name, f"({wanted})", f"takes ({given})")
+    setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def _parameters(method) -> list[str]:
+    """Without self; also of a method behind DeepSpeed's profiling decorator, which hides them."""
+    function = getattr(method, "__func__", method)
+    for cell in getattr(function, "__closure__", None) or ():
+        if inspect.isfunction(cell.cell_contents) and function.__name__ == "wrapped_fn":
+            function = cell.cell_contents
+    bound = function is not method
+    return list(inspect.signature(function).parameters)[bound:]
+
+
+def _refuse(owner, name: str, wanted: str, problem: str):
+    import deepspeed
+
+    raise RuntimeError(
+        f"DeepSpeed {deepspeed.__version__}: {type(owner).__name__}.{name}{wanted} {problem}. dmuon relies on "
+        f"it to clip and to skip steps as DeepSpeed does. Use DeepSpeed {TESTED[-1]}."
+    )
+
+
+def install(engine, attached) -> None:
+    """The norm of dedicated gradients joins DeepSpeed's, so that clipping, skipping and the reported norm are
+    of all gradients."""
+    for kind, wrap_kind in _kinds().items():
+        if type(engine.optimizer) is kind:
+            wrap_kind(engine, attached)
+            return
+    raise RuntimeError(
+        f"DeepSpeed's optimizer is a {type(engine.optimizer).__name__}, which dmuon does not know. Known: "
+        f"{', '.join(kind.__name__ for kind in _kinds())}. Drop what asks for it from the config."
+    )
+
+
+def _kinds() -> dict:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from dmuon.zero.optimizer import OwnerOptimizer
+
+    return {
+        OwnerOptimizer: _stage_0,
+        FP16_UnfusedOptimizer: _stage_0_16bit,
+        BF16_Optimizer: _bf16_optimizer,
+        DeepSpeedZeroOptimizer: _stages_1_and_2,
+        DeepSpeedZeroOptimizer_Stage3: _stage_3,
+    }
+
+
+def _stage_0(engine, attached) -> None:
+    def make(original):
+        def clip_fp32_gradients():
+            attached.clip_all()
+
+        return clip_fp32_gradients
+
+    wrap(engine, "clip_fp32_gradients", "", make)
+
+
+def _stage_0_16bit(engine, attached) -> None:
+    optimizer = engine.optimizer
+
+    def make_check(original):
+        def check(param_groups=None):
+            managed = original(param_groups)  # on every rank, with its collectives
+            return managed or not math.isfinite(attached.norm())
+
+        return check
+
+    def make_clip(original):
+        def unscale_and_clip_grads(total_norm, apply_scale=True):
+            optimizer._global_grad_norm = attached.combined(total_norm)
+            return original(optimizer._global_grad_norm, apply_scale)
+
+        return unscale_and_clip_grads
+
+    wrap(optimizer.overflow_checker, "check", "param_groups", make_check)
+    wrap(optimizer, "unscale_and_clip_grads", "total_norm, apply_scale", make_clip)
+
+
+def _bf16_optimizer(engine, attached) -> None:
+    def make(original):
+        def get_grads_for_norm(for_clipping=False):
+            given = original(for_clipping)
+            if for_clipping:
+                return given
+            dense, expert = given
+            norm = torch.tensor([attached.norm()], dtype=torch.float32, device=engine.device)
+            return [*dense, norm], expert
+
+        return get_grads_for_norm
+
+    wrap(engine.optimizer, "get_grads_for_norm", "for_clipping", make)
+
+
+def _stages_1_and_2(engine, attached) -> None:
+    optimizer = engine.optimizer
+
+    def make_norm(original):
+        def scaled_global_norm(norm_type=2):
+            return attached.combined(original(norm_type))
+
+        return scaled_global_norm
+
+    def make_overflow(original):
+        def has_overflow(partition_gradients=True):
+            managed = original(partition_gradients)
+            return managed or not math.isfinite(attached.norm())
+
+        return has_overflow
+
+    wrap(optimizer, "scaled_global_norm", "norm_type", make_norm)
+    if not optimizer.compute_grad_norm:  # nobody asks for a norm
+        wrap(optimizer, "has_overflow", "partition_gradients", make_overflow)
+
+
+def _stage_3(engine, attached) -> None:
+    optimizer = engine.optimizer
+
+    def make(original):
+        def _get_norm_groups():
+            groups = original()
+            total = math.sqrt(sum(float(g) ** 2 for g in groups))
+            invalid = any(not float(g) >= 0 for g in groups)
+            attached.note_total(math.inf if invalid else total)
+            norm = attached.norm()
+            device = next((g.device for g in groups if torch.is_tensor(g)), None)
+            # DeepSpeed's mark of a norm that is not finite is -1.
+            norm = norm if math.isfinite(norm) else -1.0
+            return [*groups, torch.tensor(norm, dtype=torch.float32, device=device)]
+
+        return _get_norm_groups
+
+    wrap(optimizer, "_get_norm_groups", "", make)
