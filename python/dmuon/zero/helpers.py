@@ -9,6 +9,7 @@ from dmuon.checkpoint import state_from_owner
 from dmuon.errors import nearest
 from dmuon.names import clean
 from dmuon.optimizer import state_shapes
+from dmuon.zero import seams
 
 
 def named_parameters(engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -36,13 +37,10 @@ def full_fp32_param(engine, name: str) -> torch.Tensor:
     Raises:
         ValueError: no parameter has that name.
     """
-    from deepspeed.utils import safe_get_full_fp32_param
-
     found = dict(named_parameters(engine))
     if name not in found:
         raise ValueError(f"full_fp32_param got {name!r}, {nearest(name, tuple(found))}")
-    whole = safe_get_full_fp32_param(found[name])
-    return found[name].detach().float().clone() if whole is None else whole
+    return seams.full_fp32(engine, found[name])
 
 
 def install(attached) -> None:

@@ -106,6 +106,20 @@ def loss_scale(engine) -> float:
     return float(getattr(optimizer, "loss_scale", 1.0))
 
 
+def full_fp32(engine, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole weight of DeepSpeed's, as its optimizer has it. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    whole = safe_get_full_fp32_param(parameter)
+    if whole is not None:
+        return whole
+    for low, high in zip(*(getattr(engine.optimizer, f"fp{bits}_groups", ()) for bits in (16, 32))):
+        for p, master in zip(low, high):  # stage 0 in 16 bits, which that function does not know
+            if p is parameter:
+                return master.detach().clone()
+    return parameter.detach().float().clone()
+
+
 def announce_version() -> None:
     import deepspeed
 
