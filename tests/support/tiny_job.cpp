@@ -70,6 +70,7 @@ TinyJob::TinyJob(SimWorld& world, int rank, const TinyOptions& options)
   adapter->where = options.residency;
   adapter->size = static_cast<double>(grid_.mesh().cells());
   adapter->dtype = options.compute_dtype;
+  adapter->prefetch = options.prefetch;
   OwnershipPlan plan = tiny_plan(grid_.mesh(), options);
   std::vector<TpLayout> layouts = layouts_of(plan, cuts_);
   engine = std::make_shared<Engine>(EngineConfig{.plan = std::move(plan),

@@ -23,8 +23,11 @@ struct TinyAdapter final : RuntimeAdapter {
   c10::ScalarType compute_dtype(int) const override { return dtype; }
   c10::ScalarType reduce_dtype(int) const override { return c10::ScalarType::Float; }
 
+  bool prefetches() const override { return prefetch; }
+
   Residency where = Residency::transient;
   bool sync = true;
+  bool prefetch = false;
   double size = 1;
   c10::ScalarType dtype = c10::ScalarType::Float;
 };
@@ -45,6 +48,7 @@ struct TinyOptions {
   bool share_staging = false;
   bool one_rank_axes = false;  // groups for axes of size 1, too
   ShardedGram sharded_gram = ShardedGram::never;
+  bool prefetch = false;
 };
 
 // Two blocks, each h -> relu(h up^T) down^T with up [inner, 4] and down [4, inner]; the loss is the
