@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dmuon.hooks import name_of_nothing, nothing
-from dmuon.names import clean
-from dmuon.runtime import runtime_of
 from dmuon.tensor_parallel import local_part, wrap_like
 
 _QUIET = ("detach", "alias")
@@ -167,68 +165,52 @@ class _Unmanaged:
         )
 
 
-def get_model_state_dict(
-    model: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True
-) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, equal to what a single process would save: dedicated weights from their
-    owners, FSDP2's shards put together, buffers and tied names included.
-
-    Collective over the job. Pending publishes end first.
+def from_owner(param, mine: torch.Tensor | None, shape=None, *, cut: bool = True) -> torch.Tensor:
+    """A copy of what its owner has, master, state or gradient, whole and on every rank of the job.
 
     Args:
-        cpu_offload: the tensors are on the CPU.
-        rank0_only: ranks other than the job's first get an empty dictionary.
+        mine: this rank's, where it has any.
+        shape: of the whole; the parameter's where it is None.
+        cut: whether it lies in the shards of a tensor-parallel weight; otherwise on the TP owner.
     """
-    runtime = runtime_of(model)
-    runtime.engine.wait_publishes()
-    dedicated = {name: param for param in runtime.params for name in param.names}
-    receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
-    whole = {}
-    for key, value in runtime.model().state_dict().items():
-        name = clean(key)
-        if name in dedicated:
-            value = _from_owner(dedicated[name], value)
-        elif isinstance(value, DTensor):
-            value = value.full_tensor()
-        if receives:
-            whole[name] = _snapshot(value, cpu_offload)
-    return whole
-
-
-def _snapshot(value: torch.Tensor, cpu_offload: bool) -> torch.Tensor:
-    """A copy: training goes on in the memory of the original."""
-    value = value.detach()
-    return value.to("cpu" if cpu_offload else value.device, copy=True)
-
-
-def _from_owner(param, value: torch.Tensor) -> torch.Tensor:
-    """The whole weight, on every rank of the job."""
-    runtime, layout = param.runtime, param.layout
-    if layout.dim is None:
-        mine = local_part(value) if param.is_tp_owner else None
-        return _broadcast(runtime, param, param.owner_rank, tuple(param.full_shape), mine)
-    whole = torch.empty(param.full_shape, dtype=param.dtype, device=param.parameter.device)
+    shape = tuple(param.full_shape if shape is None else shape)
+    layout = param.layout
+    if layout.dim is None or not cut:
+        return _broadcast(param, param.owner_rank, shape, mine if param.is_tp_owner else None)
+    whole = torch.empty(shape, dtype=_master_dtype(param), device=param.parameter.device)
     for tp, rank in enumerate(param.cell_ranks):
-        shape = list(param.full_shape)
-        shape[layout.dim] = sum(length for _, length in layout.ranges[tp])
-        mine = local_part(value) if rank == runtime.global_rank else None
-        layout.put(whole, _broadcast(runtime, param, rank, shape, mine), tp)
+        part = list(shape)
+        part[layout.dim] = sum(length for _, length in layout.ranges[tp])
+        held = mine if rank == param.runtime.global_rank else None
+        layout.put(whole, _broadcast(param, rank, part, held), tp)
     return whole
 
 
-def state_from_owner(param, mine: torch.Tensor | None, shape) -> torch.Tensor:
-    """A copy of what lies whole on the owner alone, master, state or gradient, on every rank of the job."""
-    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-    mine = mine.clone() if param.is_tp_owner else None
-    return _broadcast(param.runtime, param, param.owner_rank, shape, mine, dtype)
+def _master_dtype(param) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _broadcast(
-    runtime, param, src: int, shape, mine: torch.Tensor | None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _broadcast(param, src: int, shape, mine: torch.Tensor | None) -> torch.Tensor:
     if mine is None:
-        mine = torch.empty(tuple(shape), dtype=dtype or param.dtype, device=param.parameter.device)
-    mine = mine.contiguous()
+        mine = torch.empty(tuple(shape), dtype=_master_dtype(param), device=param.parameter.device)
+    else:
+        mine = mine.detach().clone(memory_format=torch.contiguous_format)
     if mine.numel():
-        dist.broadcast(mine, src=src, group=runtime.job_group)
+        dist.broadcast(mine, src=src, group=param.runtime.job_group)
     return mine
+
+
+def my_part(param, key: str, value: torch.Tensor) -> torch.Tensor:
+    """Of optimizer state: what lies here of it."""
+    if isinstance(value, DTensor):
+        return local_part(value)
+    if in_shards(param, key):
+        return param.layout.local_of(value, param.runtime.tp_rank)
+    return value
+
+
+def in_shards(param, key: str) -> bool:
+    """AdamW's state of a weight that is cut lies as the weight does; momentum whole, on the TP owner,
+    unless gradients stay in shards."""
+    elementwise = param.route == "adamw" or param.in_shards
+    return param.shard_dim is not None and elementwise and key != "step"

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon import _C
+from dmuon import _C, fsdp2
 from dmuon.axes import check_mesh, ranks_of
 from dmuon.errors import listed, nearest
 from dmuon.groups import own_group
@@ -164,6 +164,8 @@ class _Plain:
             values = local_part(param.parameter.detach())
             if not values.is_meta:
                 values.copy_(_of_first_rank(runtime.axes, values))
+
+    whole, assign = staticmethod(fsdp2.whole), staticmethod(fsdp2.assign)
 
     @staticmethod
     def make_adapter(units: int, ranks: int) -> "_C.DdpAdapter":

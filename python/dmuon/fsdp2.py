@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon import _C
+from dmuon.tensor_parallel import distribute_like
 
 
 class Ignored(Set):
@@ -141,6 +142,17 @@ def check_complete(runtime) -> None:
 
 def before_adopting(runtime) -> None:
     """Initial values are the owner's: nothing to do."""
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Of a parameter or buffer that the runtime keeps. Collective where it is cut."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@torch.no_grad()
+def assign(mine: torch.Tensor, value: torch.Tensor) -> None:
+    """This rank's part of a whole tensor, into what the runtime keeps."""
+    mine.copy_(distribute_like(mine, value))
 
 
 def make_adapter(units: int, ranks: int) -> "_C.Fsdp2Adapter":

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from dmuon import _C
 from dmuon.adamw import SymmetricAdamW
 from dmuon.agreement import raise_everywhere
-from dmuon.checkpoint import OwnedTensor, as_parameter, owned_tensor
+from dmuon.checkpoint import OwnedTensor, as_parameter, in_shards, my_part, owned_tensor
 from dmuon.errors import choice, listed
 from dmuon.names import slots
 from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
 from dmuon.param_groups import check_settings, lower
 from dmuon.runtime import runtime_of_whole
-from dmuon.tensor_parallel import local_part
+from dmuon.tensor_parallel import distribute_like
 
 _NONFINITE = {
     "raise": _C.Nonfinite.raise_,
@@ -195,6 +195,28 @@ class Muon(torch.optim.Optimizer):
                 for key, shape in state_shapes(param).items()
             }
 
+    def parameter_names(self) -> dict[int, str]:
+        """id of a parameter -> its first name."""
+        return {id(p): self._names[id(p)] for g in self.param_groups for p in g["params"]}
+
+    def engine_state(self, param) -> dict[str, torch.Tensor]:
+        """The engine's own memory of a dedicated parameter's state; empty where it lies elsewhere."""
+        return self._muon.state(param.index)
+
+    def set_symmetric_state(self, p: torch.Tensor, whole: dict[str, torch.Tensor]) -> None:
+        """AdamW's state of a parameter that the runtime keeps, from whole tensors; none starts anew."""
+        self.state.pop(p, None)
+        if whole:
+            self.state[p] = {
+                key: value.clone() if key == "step" else distribute_like(p, value.to(p.dtype))
+                for key, value in whole.items()
+            }
+
+    def state_was_loaded(self) -> None:
+        """Groups and state have been written to."""
+        self._read_groups()
+        self._place_state()
+
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         if hasattr(self, "_muon"):
@@ -277,7 +299,7 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": rest})
         for param, values in dedicated.values():
             for key, mine in self._muon.state(param.index).items():
-                mine.zero_() if values is None else mine.copy_(_my_part(param, key, values[key]))
+                mine.zero_() if values is None else mine.copy_(my_part(param, key, values[key]))
         self._read_groups()
         self._place_state()
 
@@ -365,21 +387,8 @@ def state_shapes(param) -> dict[str, tuple]:
     return {"momentum_buffer": shape}
 
 
-def _in_shards(param, key: str) -> bool:
-    """AdamW's state of a weight that is cut lies as the weight does; momentum whole, on the TP owner,
-    unless gradients stay in shards."""
-    elementwise = param.route == "adamw" or param.in_shards
-    return param.shard_dim is not None and elementwise and key != "step"
-
-
 def _as_whole(param, key: str, mine: torch.Tensor) -> torch.Tensor:
-    return as_parameter(param, mine) if _in_shards(param, key) else mine
-
-
-def _my_part(param, key: str, value: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        return local_part(value)
-    return param.layout.local_of(value, param.runtime.tp_rank) if _in_shards(param, key) else value
+    return as_parameter(param, mine) if in_shards(param, key) else mine
 
 
 def _check_state(param, values: dict, is_here: bool) -> None:

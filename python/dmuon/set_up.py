@@ -83,7 +83,8 @@ def set_up(
 
     Args:
         front: the module or object of the runtime (``fsdp2``, ``ddp``): ``resident``, ``check_model``, ``check_axes``,
-            ``before_adopting``, ``make_adapter``, ``settle``, ``check_slot``, ``check_complete``.
+            ``before_adopting``, ``make_adapter``, ``settle``, ``check_slot``, ``check_complete``, ``whole``,
+            ``assign``.
         extra: more that must be equal on all ranks.
     """
     mesh = replicate if shard is None else shard

@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dmuon import _C
 from dmuon.axes import tp_dims
@@ -115,6 +115,16 @@ def wrap_like(parameter: DTensor):
 @torch.no_grad()
 def _from_local(mesh, placements, shape, stride, local: torch.Tensor) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@torch.no_grad()
+def distribute_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """A copy of what this rank holds of ``whole``, laid out as ``parameter`` is. Local."""
+    whole = whole.detach().to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return whole.clone()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
 
 
 def wrapper_of(parameter: torch.Tensor) -> "_C.DTensorWrapper | None":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from dmuon.checkpoint import state_from_owner
+from dmuon.checkpoint import from_owner
 from dmuon.errors import nearest
 from dmuon.names import clean
 from dmuon.optimizer import state_shapes
@@ -67,10 +67,10 @@ class _Helper:
     def get_full_hp_param(self, optim_state_key: str | None = None) -> torch.Tensor:
         param = self._param
         if optim_state_key is None:
-            return state_from_owner(param, param._owned_data, param.full_shape)
+            return from_owner(param, param._owned_data)
         shapes = self._known_state(optim_state_key)
         mine = self._attached.optimizer.dedicated.state(param.index)
-        return state_from_owner(param, mine.get(optim_state_key), shapes[optim_state_key])
+        return from_owner(param, mine.get(optim_state_key), shapes[optim_state_key])
 
     def set_full_hp_param(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
         param = self._param
@@ -94,7 +94,7 @@ class _Helper:
         dist.broadcast(there, src=param.owner_rank, group=param.runtime.control)
         if not there.item():
             return None
-        return state_from_owner(param, mine, param.full_shape)
+        return from_owner(param, mine)
 
     def set_full_hp_grad(self, value: torch.Tensor) -> None:
         param = self._param
