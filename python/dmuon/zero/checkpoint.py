@@ -29,12 +29,13 @@ def install(engine, attached) -> None:
 
 
 @contextlib.contextmanager
-def whole_weights(attached, dtype: torch.dtype | None):
+def whole_weights(attached, dtype: torch.dtype | None, *, without_frozen: bool = False):
     """Module state dicts are complete while this lasts: rank 0's, the one that DeepSpeed's tools read, has
     every weight; at stage 3 another rank's has those that it owns. Collective.
 
     Args:
         dtype: of the weights; None: the masters' own.
+        without_frozen: leaves out those that are not trained.
     """
     runtime = attached.runtime
     if attached.shows_whole:  # one call of DeepSpeed's inside another
@@ -45,14 +46,17 @@ def whole_weights(attached, dtype: torch.dtype | None):
     try:
         for param in runtime.params:
             value = _shown(param, dtype, attached.plan.stage)
+            leave_out = without_frozen and not param.parameter.requires_grad
             for slot in param.slots:
                 shown.append((slot, slot.current))
                 slot.parameters[slot.attribute] = value
+                slot.keep_out_of_state_dict(leave_out)
         yield
     finally:
         attached.shows_whole = False
         for slot, parameter in shown:
             slot.parameters[slot.attribute] = parameter
+            slot.keep_out_of_state_dict(False)
 
 
 def _shown(param, dtype: torch.dtype | None, stage: int) -> torch.Tensor:
@@ -83,20 +87,35 @@ def _on_rank_0(param) -> torch.Tensor | None:
 
 
 def _shows_whole(engine, original, attached):
+    dtype = attached.runtime.adapter.unit(0).compute_dtype
+    excludes = _excludes_frozen(original)
+
     @functools.wraps(original)
     def shows_whole(*args, **kwargs):
-        with whole_weights(attached, attached.runtime.adapter.unit(0).compute_dtype):
+        without = excludes(*args, **kwargs)
+        with whole_weights(attached, dtype, without_frozen=without):
             return original(*args, **kwargs)
 
     return shows_whole
 
 
+def _excludes_frozen(original):
+    """What a call of a method of DeepSpeed's says about it."""
+    signature = inspect.signature(original)
+    return lambda *args, **kwargs: bool(
+        signature.bind(*args, **kwargs).arguments.get("exclude_frozen_parameters", False)
+    )
+
+
 def _saves(engine, original, attached):
+    excludes = _excludes_frozen(original)
+
     @functools.wraps(original)
     def save_checkpoint(save_dir, tag=None, *args, **kwargs):
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        rank_files.save(attached, os.path.join(save_dir, tag))
-        with whole_weights(attached, None):
+        without = excludes(save_dir, tag, *args, **kwargs)
+        rank_files.save(attached, os.path.join(save_dir, tag), without_frozen=without)
+        with whole_weights(attached, None, without_frozen=without):
             return original(save_dir, tag, *args, **kwargs)
 
     return save_checkpoint
@@ -140,7 +159,7 @@ def _read(attached, directory: str, wants_state: bool) -> dict[str, dict] | None
             f"{rank_files.NAMES} from the checkpoint that was converted into it."
         )
         return rank_files.read(attached, directory, wants_state, hint)
-    rank_files.check_stage(attached, directory)
+    rank_files.check_fits(attached, directory)
     if not wants_state:
         return None
     hint = (

@@ -15,14 +15,14 @@ _FORMAT = 1
 NAMES = "dmuon_rank_*.pt"
 
 
-def save(attached, directory: str) -> None:
+def save(attached, directory: str, *, without_frozen: bool) -> None:
     """This rank's file. Collective: what goes wrong on one rank is raised on all."""
     attached.runtime.engine.wait_publishes()
     problem = ""
     try:
         os.makedirs(directory, exist_ok=True)
         path = _path(directory, dist.get_rank())
-        torch.save(_content(attached), path + ".part")
+        torch.save(_content(attached, without_frozen), path + ".part")
         os.replace(path + ".part", path)
     except Exception as error:  # a peer must not wait for us
         problem = f"saving to {directory} failed on rank {dist.get_rank()}: {error}"
@@ -39,10 +39,10 @@ def _path(directory: str, rank: int) -> str:
     return os.path.join(directory, _FILE.format(rank))
 
 
-def _content(attached) -> dict:
+def _content(attached, without_frozen: bool) -> dict:
     parameters = {}
     for param in attached.runtime.params:
-        if param.is_owner:
+        if param.is_owner and (param.parameter.requires_grad or not without_frozen):
             state = attached.optimizer.dedicated.state(param.index)
             parameters[param.param_name] = {"master": param._owned_data, **state}
     return {
@@ -86,17 +86,18 @@ def apply(attached, mine: dict[str, dict]) -> None:
                 value.copy_(states[key])
 
 
-def check_stage(attached, directory: str) -> None:
-    """DeepSpeed names its files by stage 3 or not, and finds none where the engine runs another one."""
+def check_fits(attached, directory: str) -> None:
+    """DeepSpeed names its files by stage 3 or not, and at stage 3 every rank looks for its own; where there is
+    none it fails without a word, on some ranks."""
+    first, stage, ranks = _path(directory, 0), attached.plan.stage, dist.get_world_size()
     problem = ""
-    first = _path(directory, 0)
     if os.path.isfile(first):
-        saved = _open(first)["stage"]
-        if (saved == 3) != (attached.plan.stage == 3):
+        head = _open(first)
+        if (head["stage"] == 3) != (stage == 3) or (stage == 3 and head["ranks"] < ranks):
             problem = (
-                f"{directory} was saved at ZeRO stage {saved}, which DeepSpeed cannot load at stage "
-                f"{attached.plan.stage}. Load its weights into the model before initialize (deepspeed.utils."
-                "zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint), then call "
+                f"{directory} was saved at ZeRO stage {head['stage']} on {head['ranks']} ranks, which DeepSpeed "
+                f"cannot load at stage {stage} on {ranks}. Load its weights into the model before initialize "
+                "(deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint), then call "
                 "dmuon.zero.load_dedicated(engine, directory) for the states of the dedicated matrices."
             )
     _C.agree(attached.runtime.control.group_name, [], problem)
@@ -112,7 +113,8 @@ def _read(directory: str, owned: list, optimizer_state: bool, hint: str) -> dict
                 found[name] = _checked(path, wanted[name], states, optimizer_state)
         if len(found) == len(wanted):
             return found
-    missing = [name for name in wanted if name not in found]
+    # A frozen one may have been left out; the module's file has it otherwise.
+    missing = [n for n, p in wanted.items() if n not in found and p.parameter.requires_grad]
     if missing and lacking:
         raise ValueError(f"{listed(lacking)}, which may have {listed(missing)}: missing.")
     if missing:
