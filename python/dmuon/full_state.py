@@ -13,6 +13,7 @@ from dmuon.names import clean, slots
 from dmuon.runtime import Runtime, runtime_of, runtime_of_whole
 
 
+@torch.no_grad()
 def get_model_state_dict(
     model: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True
 ) -> dict[str, torch.Tensor]:
@@ -32,12 +33,14 @@ def get_model_state_dict(
     first_name = _first_names(runtime.model())
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
     whole: dict[str, torch.Tensor] = {}
+    held = _model_tensors(runtime)
     for key, value in runtime.model().state_dict().items():
         name = clean(key)
         tied = first_name.get(name, name)
         if tied in whole and tied != name:
             whole[name] = whole[tied]
             continue
+        value = held.get(name, value)
         value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(value)
         whole[name] = snapshot(value, cpu_offload) if receives else None
     return whole if receives else {}
@@ -72,6 +75,11 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
             dictionary while others did.
     """
     runtime = runtime_of_whole(model)
+    if isinstance(runtime.adapter, _C.ZeroAdapter):
+        raise ValueError(
+            "under DeepSpeed set_model_state_dict does not reach its optimizer's copies. Load into the model "
+            "before deepspeed.initialize, or use engine.load_checkpoint."
+        )
     wanted = _model_tensors(runtime)
     shapes = {name: tuple(t.shape) for name, t in wanted.items()}
     what = "the model's state_dict"
@@ -80,7 +88,10 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
     for name, mine in wanted.items():
         value = source.given[name] if source.has_it else None
         value = source.take(value, mine.shape, mine.dtype, mine.device)
-        value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(value)
+        if name in dedicated:
+            runtime.set_value(dedicated[name], value)
+        else:
+            runtime.front.assign(mine, value)
     runtime.engine.spread_values()
     runtime.engine.show_residents()
 
