@@ -39,7 +39,7 @@ def _unit(runtime, index: int, unit) -> dict:
         "matrices": len(params),
         "owners": sorted({p.owner_rank for p in params}),
         "messages_per_materialisation": _messages(runtime, unit),
-        "materialisations_per_step": 2 if settings.reshard_after_forward else 1,
+        "materialisations_per_step": _materialisations(runtime, settings),
         "materialise_bytes": within * computing,
         "reduce_bytes": within * reducing,
         "replicate_reduce_bytes": between * reducing,
@@ -49,6 +49,13 @@ def _unit(runtime, index: int, unit) -> dict:
         "compute_dtype": str(settings.compute_dtype),
         "reduce_dtype": str(settings.reduce_dtype),
     }
+
+
+def _materialisations(runtime, settings) -> int:
+    """DDP and ZeRO-0 to 2 keep weights, ZeRO-3 always frees them; FSDP2 was told."""
+    if runtime.resident:
+        return 0
+    return 2 if getattr(settings, "reshard_after_forward", True) else 1
 
 
 def _messages(runtime, unit) -> int:
