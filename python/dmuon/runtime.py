@@ -39,6 +39,11 @@ class Slot:
         module._buffers[self.attribute] = module._parameters.pop(self.attribute)
         self.parameters = module._buffers
 
+    def keep_out_of_state_dict(self, out: bool) -> None:
+        """Of one that is hidden: as of a buffer that is not persistent."""
+        names = self.module()._non_persistent_buffers_set
+        names.add(self.attribute) if out else names.discard(self.attribute)
+
     @property
     def current(self) -> nn.Parameter:
         return self.parameters[self.attribute]

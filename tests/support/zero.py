@@ -75,6 +75,8 @@ def batch(step, rank, world_size, part=0, parts=1):
 
 
 def dtype_of(engine):
+    if engine.fp16_enabled():
+        return torch.float16
     return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
 
 

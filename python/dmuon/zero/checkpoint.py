@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import glob
+import inspect
 import os
 
 import torch
@@ -11,11 +11,7 @@ import torch.distributed as dist
 from dmuon import _C
 from dmuon.checkpoint import stand_in
 from dmuon.errors import listed
-from dmuon.optimizer import state_shapes
-from dmuon.zero import seams
-
-_FILE = "dmuon_rank_{:05d}.pt"
-_FORMAT = 1
+from dmuon.zero import rank_files, seams
 
 
 def install(engine, attached) -> None:
@@ -33,12 +29,13 @@ def install(engine, attached) -> None:
 
 
 @contextlib.contextmanager
-def whole_weights(attached, dtype: torch.dtype | None):
+def whole_weights(attached, dtype: torch.dtype | None, *, without_frozen: bool = False):
     """Module state dicts are complete while this lasts: rank 0's, the one that DeepSpeed's tools read, has
     every weight; at stage 3 another rank's has those that it owns. Collective.
 
     Args:
         dtype: of the weights; None: the masters' own.
+        without_frozen: leaves out those that are not trained.
     """
     runtime = attached.runtime
     if attached.shows_whole:  # one call of DeepSpeed's inside another
@@ -49,14 +46,17 @@ def whole_weights(attached, dtype: torch.dtype | None):
     try:
         for param in runtime.params:
             value = _shown(param, dtype, attached.plan.stage)
+            leave_out = without_frozen and not param.parameter.requires_grad
             for slot in param.slots:
                 shown.append((slot, slot.current))
                 slot.parameters[slot.attribute] = value
+                slot.keep_out_of_state_dict(leave_out)
         yield
     finally:
         attached.shows_whole = False
         for slot, parameter in shown:
             slot.parameters[slot.attribute] = parameter
+            slot.keep_out_of_state_dict(False)
 
 
 def _shown(param, dtype: torch.dtype | None, stage: int) -> torch.Tensor:
@@ -87,171 +87,112 @@ def _on_rank_0(param) -> torch.Tensor | None:
 
 
 def _shows_whole(engine, original, attached):
+    dtype = attached.runtime.adapter.unit(0).compute_dtype
+    excludes = _excludes_frozen(original)
+
     @functools.wraps(original)
     def shows_whole(*args, **kwargs):
-        with whole_weights(attached, attached.runtime.adapter.unit(0).compute_dtype):
+        without = excludes(*args, **kwargs)
+        with whole_weights(attached, dtype, without_frozen=without):
             return original(*args, **kwargs)
 
     return shows_whole
 
 
+def _excludes_frozen(original):
+    """What a call of a method of DeepSpeed's says about it."""
+    signature = inspect.signature(original)
+    return lambda *args, **kwargs: bool(
+        signature.bind(*args, **kwargs).arguments.get("exclude_frozen_parameters", False)
+    )
+
+
 def _saves(engine, original, attached):
+    excludes = _excludes_frozen(original)
+
     @functools.wraps(original)
     def save_checkpoint(save_dir, tag=None, *args, **kwargs):
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        save(attached, os.path.join(save_dir, tag))
-        with whole_weights(attached, None):
+        without = excludes(save_dir, tag, *args, **kwargs)
+        rank_files.save(attached, os.path.join(save_dir, tag), without_frozen=without)
+        with whole_weights(attached, None, without_frozen=without):
             return original(save_dir, tag, *args, **kwargs)
 
     return save_checkpoint
 
 
 def _loads(engine, original, attached):
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def load_checkpoint(
-        load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, *args, **kwargs
-    ):
-        found = _resolve(engine, load_dir, tag)
+    def load_checkpoint(*args, **kwargs):
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        found = _resolve(attached, given["load_dir"], given["tag"])
         if found is None:  # DeepSpeed says what it thinks of it
-            return original(
-                load_dir, tag, load_module_strict, load_optimizer_states, *args, **kwargs
-            )
-        names = ("load_lr_scheduler_states", "load_module_only", "custom_load_fn")
-        kwargs |= dict(zip(names, args))
-        wants_state = load_optimizer_states and not kwargs.get("load_module_only", False)
-        files = _files(attached, found, wants_state, engine.load_universal_checkpoint())
+            return original(*args, **kwargs)
+        wants_state = given["load_optimizer_states"] and not given["load_module_only"]
+        if not wants_state:  # at stage 3 only without them DeepSpeed takes weights out of its files
+            given["load_optimizer_states"] = False
+        mine = _read(attached, found, wants_state)
         runtime = attached.runtime
         runtime.absent = []
         try:
-            result = original(load_dir, tag, load_module_strict, load_optimizer_states, **kwargs)
+            result = original(*call.args, **call.kwargs)
         finally:
             absent, runtime.absent = runtime.absent, None
         if result[0] is not None:
-            load(attached, found, wants_state) if files else _check_loaded(runtime, absent)
-            runtime.engine.spread_values()
-            runtime.engine.show_residents()
+            _check_loaded(runtime, absent) if mine is None else rank_files.apply(attached, mine)
+            _spread(runtime)
         return result
 
     return load_checkpoint
 
 
-def _resolve(engine, load_dir: str, tag) -> str | None:
-    if tag is None:
-        latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
-        path = os.path.join(load_dir, latest)
-        if not os.path.isfile(path):
-            return None
-        with open(path) as file:
+def _read(attached, directory: str, wants_state: bool) -> dict[str, dict] | None:
+    """What dmuon's files have for this rank; None where DeepSpeed's have all that is asked for."""
+    universal = attached.engine.load_universal_checkpoint()
+    if universal:
+        hint = (
+            "DeepSpeed's converter does not copy what it does not know. Copy "
+            f"{rank_files.NAMES} from the checkpoint that was converted into it."
+        )
+        return rank_files.read(attached, directory, wants_state, hint)
+    rank_files.check_fits(attached, directory)
+    if not wants_state:
+        return None
+    hint = (
+        "Without it the optimizer state of the dedicated matrices cannot be restored. Load with "
+        "load_optimizer_states=False to take the weights alone."
+    )
+    return rank_files.read(attached, directory, True, hint)
+
+
+def _spread(runtime) -> None:
+    runtime.engine.spread_values()
+    runtime.engine.show_residents()
+
+
+def _resolve(attached, load_dir: str, tag) -> str | None:
+    """The checkpoint's directory; None where no rank finds the file that names it. Collective."""
+    universal = attached.engine.load_universal_checkpoint()
+    latest = os.path.join(load_dir, "latest_universal" if universal else "latest")
+    if tag is None and os.path.isfile(latest):
+        with open(latest) as file:
             tag = file.read().strip()
-    return os.path.join(load_dir, str(tag))
-
-
-def save(attached, directory: str) -> None:
-    """One file of this rank: masters and optimizer state of what it owns, by name."""
-    runtime = attached.runtime
-    runtime.engine.wait_publishes()
-    states = {}
-    for param in runtime.params:
-        if param.is_owner:
-            state = attached.optimizer.dedicated.state(param.index)
-            states[param.param_name] = {"master": param._owned_data, **state}
-    os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, _FILE.format(dist.get_rank()))
-    content = {"format": _FORMAT, "ranks": dist.get_world_size(), "parameters": states}
-    torch.save(content, path + ".part")
-    os.replace(path + ".part", path)
-
-
-def _files(attached, directory: str, required: bool, universal: bool) -> list[str]:
-    """Checked before DeepSpeed loads anything, on all ranks alike."""
-    files = sorted(glob.glob(os.path.join(glob.escape(directory), "dmuon_rank_*.pt")))
-    problem = ""
-    if not files and universal:
-        problem = (
-            f"{directory} has no dmuon_rank_*.pt: DeepSpeed's converter does not copy what it does not know. "
-            "Copy these files from the checkpoint that was converted into it."
-        )
-    elif not files and required:
-        problem = (
-            f"{directory} has no dmuon_rank_*.pt, so the optimizer state of the dedicated matrices cannot be "
-            "restored. Load with load_optimizer_states=False to take the weights alone."
-        )
     _C.agree(
         attached.runtime.control.group_name,
-        [f"files\t{[os.path.basename(f) for f in files]}"],
-        problem,
-        subject="see the same checkpoint",
-        advice="Every rank must see the checkpoint's directory.",
+        [f"tag\t{tag}"],
+        subject="load the same checkpoint",
+        advice=f"Every rank must see the file {os.path.basename(latest)!r}, or be given the same tag.",
     )
-    return files
-
-
-def load(attached, directory: str, optimizer_state: bool) -> None:
-    """Each owner takes what it owns, whichever rank has saved it. All or nothing, on all ranks."""
-    runtime = attached.runtime
-    problem, mine = "", {}
-    try:
-        mine = _read(directory, [p for p in runtime.params if p.is_owner], optimizer_state)
-    except Exception as error:  # a peer must not wait for us
-        problem = str(error) or type(error).__name__
-    _C.agree(runtime.control.group_name, [], problem)
-    for param in runtime.params:
-        states = mine.get(param.param_name)
-        if states is None:
-            runtime.engine.mark_changed(param.index)
-            continue
-        runtime.set_value(param, states.pop("master"))
-        if optimizer_state:
-            for key, value in attached.optimizer.dedicated.state(param.index).items():
-                value.copy_(states[key])
-
-
-def _read(directory: str, owned: list, optimizer_state: bool) -> dict[str, dict]:
-    wanted = {param.param_name: param for param in owned}
-    found: dict[str, dict] = {}
-    own = os.path.join(directory, _FILE.format(dist.get_rank()))
-    files = sorted(glob.glob(os.path.join(glob.escape(directory), "dmuon_rank_*.pt")))
-    for path in sorted(files, key=lambda f: f != own):  # most often all of it is in one's own
-        if len(found) == len(wanted):
-            break
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if content.get("format") != _FORMAT:
-            raise ValueError(
-                f"{path} has format {content.get('format')!r}; this dmuon reads {_FORMAT}."
-            )
-        for name, states in content["parameters"].items():
-            if name in wanted:
-                _check_states(path, wanted[name], states, optimizer_state)
-                found[name] = dict(states)
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise ValueError(
-            f"{directory} has no state of {listed(missing)} in its dmuon_rank_*.pt. Were other parameters "
-            "dedicated when it was saved? Load with load_optimizer_states=False to take the weights alone."
-        )
-    return found
-
-
-def _check_states(path: str, param, states: dict, optimizer_state: bool) -> None:
-    wanted = {"master": tuple(param.full_shape)}
-    if optimizer_state:
-        wanted |= state_shapes(param)
-    for key, shape in wanted.items():
-        given = tuple(states[key].shape) if key in states else "missing"
-        if given != tuple(shape):
-            raise ValueError(
-                f"{path}: {key} of {param.param_name!r} is {given}; it must have {tuple(shape)}."
-            )
+    return None if tag is None else os.path.join(load_dir, str(tag))
 
 
 def _check_loaded(runtime, absent: list[str]) -> None:
     """Without dmuon's files every weight must have come with the module's."""
-    problem = (
-        f"{listed(absent)} lie in another rank's file than the one that owns them now, and there is no "
-        "dmuon_rank_*.pt."
-        if absent
-        else ""
-    )
+    problem = f"DeepSpeed's files have no value of {listed(absent)}." if absent else ""
     _C.agree(runtime.control.group_name, [], problem)
 
 
@@ -270,10 +211,9 @@ def load_dedicated(engine, load_dir: str, tag: str | None = None) -> None:
     from dmuon.zero.attach import attached_to
 
     attached = attached_to(engine)
-    directory = _resolve(engine, load_dir, tag)
+    directory = _resolve(attached, load_dir, tag)
     if directory is None:
         raise ValueError(f"{load_dir} has no file 'latest'. Give the tag.")
-    _files(attached, directory, True, False)
-    load(attached, directory, True)
-    attached.runtime.engine.spread_values()
-    attached.runtime.engine.show_residents()
+    mine = rank_files.read(attached, directory, True, "Was it saved with dmuon attached?")
+    rank_files.apply(attached, mine)
+    _spread(attached.runtime)
