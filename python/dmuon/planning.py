@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dmuon import _C
 from dmuon.errors import listed, nearest
+from dmuon.names import matches
 
 AXES = ("replicate", "shard", "tp")
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -140,18 +140,13 @@ def choose(shapes: list[Shape], include: list[str], exclude: list[str]) -> list[
     """
     matrices = [s for s in shapes if len(s.size) >= 2]
     if include:
-        chosen = [s for s in matrices if _matches(s.name, include)]
+        chosen = [s for s in matrices if matches(s.name, include)]
     else:
         chosen = [s for s in matrices if s.layer]
-    chosen = [s for s in chosen if not _matches(s.name, exclude)]
+    chosen = [s for s in chosen if not matches(s.name, exclude)]
     if not chosen:
         raise ValueError(f"nothing is chosen. Matrices are {listed([s.name for s in matrices])}.")
     return chosen
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    path = name.rpartition(".")[0]
-    return any(fnmatchcase(name, p) or fnmatchcase(path, p) for p in patterns)
 
 
 @dataclass(frozen=True)
