@@ -29,24 +29,27 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A small GPT over bytes; ``units`` are what FSDP2 and dmuon take as units."""
+    """A small GPT over bytes; ``units`` are what FSDP2 and dmuon take as units.
+
+    Embeddings and head are named as DeepSpeed's Muon wants it, which leaves those to AdamW.
+    """
 
     def __init__(
         self, width: int, layers: int, context: int, heads: int = 4, vocabulary: int = 256
     ):
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
+        self.token_embed = nn.Embedding(vocabulary, width)
+        self.position_embed = nn.Embedding(context, width)
         self.units = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.token_embed(tokens) + self.position_embed.weight[: tokens.shape[1]]
         for unit in self.units:
             x = unit(x)
-        logits = self.head(self.norm(x))
+        logits = self.lm_head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

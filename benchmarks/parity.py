@@ -6,12 +6,15 @@ another order says what difference the mathematics itself makes of rounding: twi
 where it is more than the limit. A difference is relative to the parameter's largest element.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import dmuon
 import torch
 import torch.distributed as dist
 from models import Gpt, is_block_matrix, text_batch
 from support import Figure, cpu_mesh, run_ranks, shard
-from torch import Tensor
+from torch import Tensor, nn
 
 WORLD_SIZE = 4
 WIDTH, LAYERS, CONTEXT, VOCABULARY, SEQUENCES = 64, 2, 32, 64, 4
@@ -126,6 +129,13 @@ def whole_parameters(model) -> Parameters:
 
 
 def train_single(dtype: torch.dtype, form: str, order: tuple[int, ...]) -> Trained:
+    return train_by(partial(muon, restarts=RESTARTS[form]), dtype, order)
+
+
+def train_by(
+    rule: Callable, dtype: torch.dtype, order: tuple[int, ...], clip: float = 0.0
+) -> Trained:
+    """In one process, with ``rule(matrices, momentum_buffers)`` as the step of the blocks' matrices."""
     model = initial_model().to(dtype)
     matrices = [p for n, p in model.named_parameters() if is_block_matrix(n, p)]
     rest = [p for n, p in model.named_parameters() if not is_block_matrix(n, p)]
@@ -135,7 +145,9 @@ def train_single(dtype: torch.dtype, form: str, order: tuple[int, ...]) -> Train
     for step in range(1, max(LIMITS) + 1):
         for rank in order:
             (model(*slice_of_batch(step, rank)) / len(order)).backward()
-        muon(matrices, buffers, RESTARTS[form])
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        rule(matrices, buffers)
         adamw.step()
         model.zero_grad()
         if step in LIMITS:

@@ -78,6 +78,11 @@ def phase_medians(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
     return {phase: statistics.median(laps) for phase, laps in job.items()}
 
 
+def job_median(ranks: list[list[float]]) -> float:
+    """The median over rounds of what all ranks take together; the first round is left out."""
+    return statistics.median([sum(laps) for laps in zip(*ranks)][1:])
+
+
 def newton_schulz_seconds() -> float:
     """CPU seconds of Newton-Schulz alone, on all matrices of the model in turn."""
     matrices = list(block_matrices(Gpt(WIDTH, LAYERS, CONTEXT)).values())

@@ -1,40 +1,65 @@
 """Muon under dmuon against AdamW: the same model, batches and number of steps.
 
-    torchrun --nproc-per-node 4 examples/demo.py [--runtime ddp]
+    torchrun --nproc-per-node 4 examples/demo.py [--runtime ddp | --runtime zero --stage 3]
 
 Trains twice, draws both validation curves, and checks dmuon against training in one process.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import one_process
 import torch.distributed as dist
 import train_gpt
-from corpus import load_corpus
+from corpus import Corpus, load_corpus
 from recipe import TUNED
 
 OPTIONS = train_gpt.Options(eval_every=5, check=5, out=Path("out/demo"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    train_gpt.add_runtime(parser)
-    options = replace(OPTIONS, runtime=parser.parse_args().runtime or OPTIONS.runtime)
+    runtime, stage = parse_args()
+    options = replace(OPTIONS, runtime=runtime)
     corpus = load_corpus()
-    mesh = train_gpt.start_processes()
-    adamw, muon = (
-        train_gpt.run_recipe(TUNED[name], corpus, mesh, options) for name in ("adamw", "dmuon")
-    )
+    train, device = under_zero(stage) if runtime == "zero" else under_torch()
+    adamw, muon = (train(name, corpus, options) for name in ("adamw", "dmuon"))
     is_first, world_size = dist.get_rank() == 0, dist.get_world_size()
     dist.destroy_process_group()
     if not is_first:
         return
     print(verdict(adamw, muon))
     draw(adamw, muon, options.out / "curves.png")
-    judged = mesh.device_type == "cpu"
+    judged = device == "cpu"
     one_process.check(muon.recipe, corpus, options.check, options.out, world_size, judged=judged)
+
+
+def parse_args() -> tuple[str, int]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    runtimes = [*train_gpt.RUNTIMES, "zero"]
+    parser.add_argument("--runtime", choices=runtimes, default=OPTIONS.runtime)
+    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="of ZeRO")
+    given = parser.parse_args()
+    return given.runtime, given.stage
+
+
+def under_torch() -> tuple[Callable, str]:
+    """Trains by name of the optimizer; and the device it is done on."""
+    mesh = train_gpt.start_processes()
+
+    def train(name: str, corpus: Corpus, options: train_gpt.Options) -> train_gpt.Run:
+        return train_gpt.run_recipe(TUNED[name], corpus, mesh, options)
+
+    return train, mesh.device_type
+
+
+def under_zero(stage: int) -> tuple[Callable, str]:
+    import train_gpt_zero  # here, so that the other runtimes need no DeepSpeed
+
+    train_gpt_zero.start_processes()
+    return partial(train_gpt_zero.run_stage, stage), train_gpt_zero.device()
 
 
 def steps_to_reach(run: train_gpt.Run, loss: float) -> int | None:

@@ -147,8 +147,13 @@ def run_model(
     optimizer: Optimizer,
     options: Options,
 ) -> Run:
-    run = train(recipe, corpus, share, model, optimizer, options)
-    show(run, model, share)
+    return run_trainee(recipe, corpus, share, Trainee(recipe, model, optimizer), options)
+
+
+def run_trainee(recipe: Recipe, corpus: Corpus, share: Share, trainee, options: Options) -> Run:
+    """``trainee``: a `Trainee`, or what has its members."""
+    run = train(recipe, corpus, share, trainee, options)
+    show(run, trainee.model, share)
     if dist.get_rank() == 0:
         save(run, options.out)
     return run
@@ -194,45 +199,54 @@ def make_muon(recipe: Recipe, model: nn.Module) -> dmuon.Muon:
     )
 
 
-def train(
-    recipe: Recipe,
-    corpus: Corpus,
-    share: Share,
-    model: nn.Module,
-    optimizer: Optimizer,
-    options: Options,
-) -> Run:
+class Trainee:
+    """A model with its optimizer and schedule, as one thing to train."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer):
+        self.model = model
+        self._recipe, self._optimizer = recipe, optimizer
+        self._scheduler = LambdaLR(optimizer, recipe.lr_factor)
+
+    def step(self, batch: list[Tensor]) -> float:
+        """The loss before the step, the mean over all ranks."""
+        self._optimizer.zero_grad()
+        loss = self.model(*batch)
+        loss.backward()
+        self._clip()
+        self._optimizer.step()
+        self._scheduler.step()
+        return mean_over_ranks(loss.detach())
+
+    def _clip(self) -> None:
+        if self._recipe.optimizer == "dmuon":
+            dmuon.clip_grad_norm_(self._optimizer, self._recipe.max_grad_norm)
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._recipe.max_grad_norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, by name, on the first rank. Every rank calls."""
+        if self._recipe.optimizer == "dmuon":
+            return dmuon.get_model_state_dict(self.model)
+        named = getattr(self.model, "module", self.model).named_parameters()
+        return {name: whole(p).detach().cpu() for name, p in named}
+
+
+def train(recipe: Recipe, corpus: Corpus, share: Share, trainee, options: Options) -> Run:
     run = Run(recipe)
-    scheduler = LambdaLR(optimizer, recipe.lr_factor)
     bar = tqdm(range(recipe.steps), recipe.optimizer, disable=dist.get_rank() != 0, unit="step")
     for step in bar:
         if step % options.eval_every == 0:
-            run.validation.append((step, validate(model, corpus, recipe, share)))
+            run.validation.append((step, validate(trainee.model, corpus, recipe, share)))
         batch = share.rows(corpus.batch(recipe.seed, step, recipe.batch, recipe.context))
         began = time.perf_counter()
-        run.train.append(train_step(model, optimizer, batch, recipe))
-        scheduler.step()
+        run.train.append(trainee.step(batch))
         run.train_seconds += time.perf_counter() - began
         if step + 1 == options.check:
-            save_weights(model, recipe, options.out)
+            save_weights(trainee.weights(), recipe, options.out)
         loss = run.validation[-1][1]
         bar.set_postfix_str(f"validation {loss:.3f}, {run.tokens_per_s:,.0f} tokens/s")
-    run.validation.append((recipe.steps, validate(model, corpus, recipe, share)))
+    run.validation.append((recipe.steps, validate(trainee.model, corpus, recipe, share)))
     return run
-
-
-def train_step(
-    model: nn.Module, optimizer: Optimizer, batch: list[Tensor], recipe: Recipe
-) -> float:
-    optimizer.zero_grad()
-    loss = model(*batch)
-    loss.backward()
-    if recipe.optimizer == "dmuon":
-        dmuon.clip_grad_norm_(optimizer, recipe.max_grad_norm)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-    optimizer.step()
-    return mean_over_ranks(loss.detach())
 
 
 @torch.no_grad()
@@ -247,13 +261,8 @@ def mean_over_ranks(value: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def save_weights(model: nn.Module, recipe: Recipe, folder: Path) -> None:
-    """For the check: the first rank writes all of them, whole."""
-    if recipe.optimizer == "dmuon":
-        weights = dmuon.get_model_state_dict(model)
-    else:
-        named = getattr(model, "module", model).named_parameters()
-        weights = {name: whole(p).detach().cpu() for name, p in named}
+def save_weights(weights: dict[str, Tensor], recipe: Recipe, folder: Path) -> None:
+    """For the check, by the first rank."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(weights, one_process.weights_file(folder, recipe))

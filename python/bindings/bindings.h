@@ -15,6 +15,7 @@ std::shared_ptr<Lane> lane_for(const std::string& group, const char* name, LaneK
 
 void bind_kernels(py::module_& m);
 void bind_plan(py::module_& m);
+void bind_config(py::module_& m);
 void bind_agreement(py::module_& m);
 void bind_flight_ring(py::module_& m);
 void bind_engine(py::module_& m);

@@ -39,7 +39,7 @@ def _unit(runtime, index: int, unit) -> dict:
         "matrices": len(params),
         "owners": sorted({p.owner_rank for p in params}),
         "messages_per_materialisation": _messages(runtime, unit),
-        "materialisations_per_step": _fetches(runtime, settings),
+        "materialisations_per_step": _materialisations(runtime, settings),
         "materialise_bytes": within * computing,
         "reduce_bytes": within * reducing,
         "replicate_reduce_bytes": between * reducing,
@@ -51,7 +51,8 @@ def _unit(runtime, index: int, unit) -> dict:
     }
 
 
-def _fetches(runtime, settings) -> int:
+def _materialisations(runtime, settings) -> int:
+    """DDP and ZeRO-0 to 2 keep weights, ZeRO-3 always frees them; FSDP2 was told."""
     if runtime.resident:
         return 0
     return 2 if getattr(settings, "reshard_after_forward", True) else 1

@@ -15,6 +15,7 @@ from dmuon.runtime import Runtime, runtime_of_whole
 # A group of torch.optim.Muon has it. Its momentum is a running mean, ours a running sum.
 _OF_TORCH_MUON = "ns_coefficients"
 _NOT_SETTINGS = ("params", "group_name", "route", "param_names")
+_MASTER = "master"  # the float32 weight of a 16-bit parameter: an entry that may be missing
 _WHAT = "the optimizer's state_dict"
 
 
@@ -76,6 +77,8 @@ def _whole_state(optimizer, p, param, mean: float) -> Iterator[tuple[str, torch.
     for key, shape in state_shapes(param).items():
         whole = from_owner(param, mine.get(key), shape, cut=in_shards(param, key))
         yield key, whole * mean if key == "momentum_buffer" and mean != 1 else whole
+    if param.dtype.itemsize < 4:  # the model's dictionary has it rounded
+        yield _MASTER, from_owner(param, param._owned_data)
 
 
 def _named(group: Mapping, names: Mapping[int, str], as_torch: bool) -> dict:
@@ -101,7 +104,7 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
     dedicated = {id(p.parameter): p for p in runtime.params}
     parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
     wanted = {
-        name: state_shapes(dedicated[id(p)]) if id(p) in dedicated else _adamw_shapes(p)
+        name: _dedicated_shapes(dedicated[id(p)]) if id(p) in dedicated else _adamw_shapes(p)
         for name, p in parameters.items()
     }
     source = Source(runtime, state_dict, lambda given: _problem(given, wanted), _WHAT)
@@ -111,7 +114,13 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
         group |= _settings(group, saved["groups"], members)
     for name, p in parameters.items():
         _load(optimizer, source, name, p, dedicated.get(id(p)), wanted[name], saved)
+    runtime.engine.spread_values()
+    runtime.engine.show_residents()
     optimizer.state_was_loaded()
+
+
+def _dedicated_shapes(param) -> dict[str, tuple]:
+    return {**state_shapes(param), _MASTER: tuple(param.full_shape)}
 
 
 def _adamw_shapes(p: torch.Tensor) -> dict[str, tuple]:
@@ -138,6 +147,7 @@ def _problem(given: Mapping, wanted: Mapping[str, dict]) -> str:
         for n, keys in wanted.items()
         if given["state"].get(n)
         for k, s in keys.items()
+        if k != _MASTER or k in given["state"][n]
     }
     return misfits(_WHAT, flat, shapes)
 
@@ -145,7 +155,7 @@ def _problem(given: Mapping, wanted: Mapping[str, dict]) -> str:
 def _skeleton(given: Mapping) -> dict:
     """What every rank must know before the tensors come: which states there are, and the groups."""
     return {
-        "state": [name for name, entry in given["state"].items() if entry],
+        "state": {name: list(entry) for name, entry in given["state"].items() if entry},
         "groups": [dict(group) for group in given["param_groups"]],
     }
 
@@ -160,17 +170,18 @@ def _settings(group: Mapping, saved: list[dict], members: list[str]) -> dict:
 
 
 def _load(optimizer, source: Source, name: str, p, param, shapes: dict, saved: dict) -> None:
-    there = name in saved["state"]
-    values = {}
-    for key, shape in shapes.items() if there else ():
+    there, values = saved["state"].get(name, ()), {}
+    for key in there:
         value = source.given["state"][name][key] if source.has_it else None
         device = "cpu" if key == "step" else p.device
-        values[key] = source.take(value, shape, torch.float32, device)
+        values[key] = source.take(value, shapes[key], torch.float32, device)
     group = next(g for g in saved["groups"] if name in g["params"])
     if "momentum_buffer" in values and _OF_TORCH_MUON in group:
         values["momentum_buffer"] = values["momentum_buffer"] / (1 - float(group["momentum"]))
     if param is None:
         optimizer.set_symmetric_state(p, values)
         return
+    if _MASTER in values:
+        param.runtime.set_value(param, values[_MASTER])
     for key, mine in optimizer.engine_state(param).items():
         mine.copy_(my_part(param, key, values[key])) if there else mine.zero_()

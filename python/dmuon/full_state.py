@@ -32,16 +32,16 @@ def get_model_state_dict(
     dedicated = {name: param for param in runtime.params for name in param.names}
     first_name = _first_names(runtime.model())
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
-    whole: dict[str, torch.Tensor] = {}
     held = _model_tensors(runtime)
+    whole: dict[str, torch.Tensor] = {}
     for key, value in runtime.model().state_dict().items():
         name = clean(key)
         tied = first_name.get(name, name)
         if tied in whole and tied != name:
             whole[name] = whole[tied]
             continue
-        value = held.get(name, value)
-        value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(value)
+        mine = held.get(name, value)
+        value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(mine)
         whole[name] = snapshot(value, cpu_offload) if receives else None
     return whole if receives else {}
 

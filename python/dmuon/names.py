@@ -1,6 +1,7 @@
 """Names of parameters and modules, without what wrappers put into them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -14,6 +15,12 @@ def clean(name: str) -> str:
 
 def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def matches(name: str, globs: Iterable[str]) -> bool:
+    """Whether one of them matches the parameter's name or its module's path."""
+    path = name.rpartition(".")[0]
+    return any(fnmatchcase(name, glob) or fnmatchcase(path, glob) for glob in globs)
 
 
 def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

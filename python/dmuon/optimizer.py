@@ -212,6 +212,14 @@ class Muon(torch.optim.Optimizer):
                 for key, value in whole.items()
             }
 
+    def fill_state(self) -> None:
+        """AdamW's state of every parameter that has none yet, as its first step would find it."""
+        for p in self._symmetric_parameters:
+            if p.requires_grad and not self.state.get(p):
+                zeros = [torch.zeros_like(p, memory_format=torch.preserve_format) for _ in range(2)]
+                step = torch.zeros((), dtype=torch.float32)
+                self.state[p] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+
     def state_was_loaded(self) -> None:
         """Groups and state have been written to."""
         self._read_groups()

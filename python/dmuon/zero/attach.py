@@ -217,6 +217,9 @@ def _wrap_step(engine, attached: Attached) -> None:
         before = engine.global_steps
         try:
             return step(*args, **kwargs)
+        except BaseException:
+            seams.leave_step(engine)
+            raise
         finally:
             if engine.global_steps != before:
                 attached.end_step()

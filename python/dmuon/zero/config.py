@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
 from inspect import signature
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from dmuon.boundaries import containers
 from dmuon.errors import listed, nearest
-from dmuon.names import clean, slots
+from dmuon.names import clean, matches, slots
 from dmuon.optimizer import Muon
 from dmuon.policy import ROUTES
 from dmuon.set_up import Settings
@@ -200,16 +199,16 @@ class Section:
         )
 
     def predicate(self, name: str, parameter: torch.Tensor) -> bool:
-        if parameter.ndim < self.min_ndim or _matches(name, self.exclude):
+        if parameter.ndim < self.min_ndim or matches(name, self.exclude):
             return False
-        return _matches(name, self.include)
+        return matches(name, self.include)
 
     def check_used(self, model: nn.Module) -> None:
         """Raises ValueError naming a pattern that matches no parameter."""
         names = [name for name, *_ in slots(model)]
         for key, patterns in (("include", self.include), ("exclude", self.exclude)):
             for pattern in patterns:
-                if not any(_matches(name, [pattern]) for name in names):
+                if not any(matches(name, [pattern]) for name in names):
                     raise ValueError(
                         f'"dmuon".{key} has {pattern!r}, which matches no parameter of this model. '
                         f"Parameters are {listed(names)}.{suggestion(model)}"
@@ -231,12 +230,6 @@ class _Shaped:
     @property
     def ndim(self) -> int:
         return len(self.shape)
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    """Globs match a parameter's name or its module's path."""
-    path = name.rpartition(".")[0]
-    return any(fnmatchcase(name, p) or fnmatchcase(path, p) for p in patterns)
 
 
 def _globs(key: str, value) -> list[str]:
@@ -286,7 +279,7 @@ def suggestion(model: nn.Module) -> str:
     if not globs:
         return ' For instance: "dmuon": {"include": ["*_proj"]}.'
     chosen = [
-        name for name, _, _, p in slots(model) if len(shape_of(p)) >= 2 and _matches(name, globs)
+        name for name, _, _, p in slots(model) if len(shape_of(p)) >= 2 and matches(name, globs)
     ]
     section = json.dumps({"include": globs})
     return f' For this model: "dmuon": {section}, which selects {listed(chosen, 4)}.'

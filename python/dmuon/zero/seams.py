@@ -131,6 +131,11 @@ def loss_scale(engine) -> float:
     return float(getattr(optimizer, "loss_scale", 1.0))
 
 
+def leave_step(engine) -> None:
+    """After an exception inside it, which DeepSpeed would take for a step in progress for ever."""
+    engine._running_engine_step = False
+
+
 def full_fp32(engine, parameter: torch.Tensor) -> torch.Tensor:
     """A whole weight of DeepSpeed's, as its optimizer has it. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param

@@ -1,0 +1,81 @@
+"""``python -m dmuon plan`` and ``python -m dmuon doctor``."""
+
+import argparse
+import json
+import sys
+
+from dmuon import doctor, planning
+from dmuon.pictures import plan_picture, plan_table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        return given.run(given)
+    except ValueError as error:
+        print(f"dmuon {given.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dmuon", description="Muon with one owner rank per matrix."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
+        "plan", help="owners, balance, memory and bytes of a model on a topology"
+    )
+    plan.add_argument(
+        "model", help="config.json, .safetensors, a directory that holds either, or module:function"
+    )
+    plan.add_argument(
+        "topology", help='"replicate=8 shard=16 tp=8"; an axis that is left out has one rank'
+    )
+    plan.add_argument(
+        "--include",
+        nargs="*",
+        default=[],
+        metavar="GLOB",
+        help="default: matrices of repeated blocks",
+    )
+    plan.add_argument("--exclude", nargs="*", default=[], metavar="GLOB")
+    plan.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16",
+        help="of forward and backward",
+    )
+    plan.add_argument("--ranks", type=int, help="check that the axes multiply out to it")
+    plan.add_argument(
+        "--memory-limit", type=float, metavar="GB", help="of weight and state on one owner"
+    )
+    plan.add_argument("--max-owners-per-group", type=int, default=0)
+    plan.add_argument("--json", action="store_true", help="for programs")
+    plan.add_argument("--picture", metavar="FILE", help="ranks x load, as .png, .svg or .pdf")
+    plan.set_defaults(run=_plan)
+    check = commands.add_parser(
+        "doctor", help="versions, backends, kernels and a self-test; what to do about them"
+    )
+    check.add_argument("--json", action="store_true")
+    check.set_defaults(run=lambda given: doctor.run(as_json=given.json))
+    return parser
+
+
+def _plan(given) -> int:
+    topology = planning.read_topology(given.topology)
+    planning.check_ranks(topology, given.ranks)
+    shapes = planning.read_shapes(given.model)
+    chosen = planning.choose(shapes, given.include, given.exclude)
+    limit = int((given.memory_limit or 0) * 1e9)
+    planned = planning.plan(
+        shapes, chosen, topology, given.dtype, limit, given.max_owners_per_group
+    )
+    print(json.dumps(planned.as_dict()) if given.json else plan_table(planned))
+    if given.picture:
+        plan_picture(planned, given.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""``dmuon.toml``: what the keyword arguments say, in a file.
+
+Code beats the file, the file beats the environment. Of the environment dmuon reads, here and nowhere else:
+
+- ``DMUON_CONFIG``: the file, where no path is given;
+- ``DMUON_<SECTION>_<KEY>``, such as ``DMUON_MUON_LR=0.01``: what the file does not say.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmuon import _C
+from dmuon.ddp import dedicate_params_ddp, dedicate_params_ddp_tp, replicate, replicate_tp
+from dmuon.dedicate import dedicate_params
+from dmuon.errors import choice
+from dmuon.names import matches
+from dmuon.newton_schulz import (
+    JORDAN_COEFFICIENTS,
+    POLAR_EXPRESS_COEFFICIENTS,
+    YOU_COEFFICIENTS,
+    NewtonSchulz,
+)
+from dmuon.optimizer import Muon
+from dmuon.saving import load_checkpoint, save_checkpoint
+from dmuon.set_up import Predicate
+
+_KINDS = ("fsdp2", "ddp", "ddp_tp")
+_COEFFICIENTS = {
+    "polar_express": POLAR_EXPRESS_COEFFICIENTS,
+    "you": YOU_COEFFICIENTS,
+    "jordan": JORDAN_COEFFICIENTS,
+}
+_SELECTION = ("kind", "include", "exclude", "min_ndim")
+
+
+def load_config(path: str | os.PathLike | None = None) -> dict[str, dict]:
+    """The sections of a ``dmuon.toml``, checked, over those of the environment. Local.
+
+    Args:
+        path: None: that of ``DMUON_CONFIG``, or no file.
+
+    Raises:
+        ValueError: naming file, line and key: an unknown one (with the nearest known one), a wrong type, no TOML.
+    """
+    path = os.environ.get("DMUON_CONFIG") if path is None else path
+    given = _of_environment()
+    for section, entries in (_C.load_config(os.fspath(path)) if path else {}).items():
+        given[section] = {**given.get(section, {}), **entries}
+    return given
+
+
+def _of_environment() -> dict[str, dict]:
+    found: dict[str, dict] = {}
+    for section, key, takes_text in _C.config_keys():
+        name = f"DMUON_{section}_{key}".upper()
+        if name in os.environ:
+            value = os.environ[name]
+            text = (
+                f'[{section}]\n{key} = "{value}"' if takes_text else f"[{section}]\n{key} = {value}"
+            )
+            found.setdefault(section, {}).update(_C.parse_config(text, name)[section])
+    return found
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A model that has been set up, and what its configuration says of the rest."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    owners: Mapping[str, int]
+    config: dict[str, dict]
+
+    def replicate(self) -> nn.Module:
+        """The other parameters of ``kind = "ddp"`` and ``"ddp_tp"``. Collective."""
+        kind = _kind(self.config)
+        if kind == "fsdp2":
+            raise ValueError(
+                'runtime.kind is "fsdp2", where fully_shard takes the other parameters.'
+            )
+        return (replicate_tp if kind == "ddp_tp" else replicate)(self.model, self.mesh)
+
+    def optimizer(self, **code) -> Muon:
+        """``dmuon.Muon`` with the settings of [muon], [adamw] and [newton_schulz]; keywords of ``dmuon.Muon``
+        given here beat them. After ``fully_shard`` or ``replicate``. Collective."""
+        return Muon(self.model, **{**_muon_keywords(self.config), **code})
+
+    def save_checkpoint(self, step: int, optimizer: Muon, **code) -> str:
+        """Into the directory of [checkpoint]."""
+        settings = dict(self.config.get("checkpoint", {}))
+        directory = self._directory(settings)
+        return save_checkpoint(directory, step, self.model, optimizer, **{**settings, **code})
+
+    def load_checkpoint(self, optimizer: Muon, **code):
+        """From the directory of [checkpoint]."""
+        directory = self._directory(dict(self.config.get("checkpoint", {})))
+        return load_checkpoint(directory, self.model, optimizer, **code)
+
+    @staticmethod
+    def _directory(settings: dict) -> str:
+        if "directory" not in settings:
+            raise ValueError(
+                'the configuration has no checkpoint.directory. Add [checkpoint] directory = "...".'
+            )
+        return settings.pop("directory")
+
+
+def from_config(
+    path: str | os.PathLike | None,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    predicate: Predicate | None = None,
+    replicate_mesh: DeviceMesh | None = None,
+    **code,
+) -> Configured:
+    """Set a model up as a ``dmuon.toml`` says: ``dedicate_params``, or for ``kind = "ddp"`` and ``"ddp_tp"`` its
+    siblings, with the keywords of [runtime] and [policy].
+
+        setup = dmuon.from_config("dmuon.toml", model, mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = setup.optimizer()
+
+    Collective over the job.
+
+    Args:
+        path: None: that of ``DMUON_CONFIG``, or the environment alone.
+        predicate: instead of ``runtime.include`` and ``exclude``.
+        code: keywords of ``dedicate_params``, which beat the file.
+
+    Raises:
+        ValueError: what ``load_config`` and ``dedicate_params`` refuse; no ``runtime.include`` and no predicate.
+    """
+    config = load_config(path)
+    keywords = {k: v for k, v in config.get("runtime", {}).items() if k not in _SELECTION}
+    if "policy" in config:
+        keywords["param_policy"] = config["policy"]
+    keywords |= code
+    predicate = predicate or _predicate(config.get("runtime", {}))
+    kind = _kind(config)
+    if kind == "fsdp2":
+        owners = dedicate_params(model, mesh, predicate, replicate_mesh=replicate_mesh, **keywords)
+    else:
+        call = dedicate_params_ddp if kind == "ddp" else dedicate_params_ddp_tp
+        owners = call(model, mesh, predicate, **keywords)
+    return Configured(model, mesh, owners, config)
+
+
+def _kind(config: Mapping) -> str:
+    kind = config.get("runtime", {}).get("kind", "fsdp2")
+    choice("runtime.kind", kind, _KINDS)
+    return kind
+
+
+def _predicate(runtime: Mapping) -> Predicate:
+    if "include" not in runtime:
+        raise ValueError(
+            'the configuration has no runtime.include, and no predicate was given. Add [runtime] include = ["*_proj"], '
+            "globs of a parameter's name or its module's path."
+        )
+    include, exclude = runtime["include"], runtime.get("exclude", [])
+    least = runtime.get("min_ndim", 2)
+    return lambda name, p: p.ndim >= least and matches(name, include) and not matches(name, exclude)
+
+
+def _muon_keywords(config: Mapping) -> dict:
+    keywords = dict(config.get("muon", {}))
+    for key, value in config.get("adamw", {}).items():
+        keywords[f"adamw_{key}"] = tuple(value) if key == "betas" else value
+    schulz = dict(config.get("newton_schulz", {}))
+    if "steps" in schulz:
+        keywords["ns_steps"] = schulz.pop("steps")
+    if "coefficients" in schulz:
+        choice("newton_schulz.coefficients", schulz["coefficients"], tuple(_COEFFICIENTS))
+        schulz["coefficients"] = _COEFFICIENTS[schulz["coefficients"]]
+    if schulz:
+        keywords["ns_backend"] = NewtonSchulz(**schulz)
+    return keywords

@@ -1,0 +1,151 @@
+"""State that ``torch.distributed.checkpoint`` saves and loads as it lies, without gathering it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from dmuon.checkpoint import OwnedTensor, in_shards, owned_tensor
+from dmuon.names import clean
+from dmuon.optimizer import Muon, state_shapes
+from dmuon.pieces import Pieces
+from dmuon.runtime import Runtime, runtime_of_whole
+from dmuon.tensor_parallel import local_part
+
+_NOT_SAVED = ("params", "group_name", "route")
+
+
+def state_dict(model: nn.Module, optimizer: Muon | None = None) -> "State":
+    """Model and optimizer for ``torch.distributed.checkpoint``: every rank has all keys and writes what it owns.
+
+        state = dmuon.state_dict(model, optimizer)
+        dcp.save({"app": state}, checkpoint_id=path)  # async_save as well
+        dcp.load({"app": state}, checkpoint_id=path)  # on any number of ranks, mesh and runtime
+
+    A dictionary, ``{"model": {name: tensor}, "optim": {"state": {name: ...}, "param_groups": {group_name:
+    ...}}}``, and a ``Stateful``, which reads and writes the training itself each time it is asked. Saved as a
+    plain dictionary it is loaded by ``state.load_state_dict(state)`` after ``dcp.load(state)``.
+
+    Dedicated weights are float32 masters, on their owner alone; every other rank has an ``OwnedTensor``, which
+    takes no part. Collective: every rank calls it.
+    """
+    return State(model, optimizer)
+
+
+class State(dict):
+    """See ``state_dict``."""
+
+    def __init__(self, model: nn.Module, optimizer: Muon | None):
+        self._model, self._optimizer = model, optimizer
+        super().__init__(self.state_dict())
+
+    def state_dict(self) -> dict:
+        """What there is now; tensors are the training's own memory. Pending publishes end first."""
+        runtime = runtime_of_whole(self._model)
+        runtime.engine.wait_reductions()
+        runtime.engine.wait_publishes()
+        state = {"model": _of_model(runtime)}
+        if self._optimizer is not None:
+            state["optim"] = _of_optimizer(runtime, self._optimizer)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping) -> None:
+        """Takes over what ``dcp.load`` has put there. Collective."""
+        runtime = runtime_of_whole(self._model)
+        _load_model(runtime, state_dict["model"])
+        if self._optimizer is not None:
+            _load_optimizer(runtime, self._optimizer, state_dict["optim"])
+
+
+def _of_model(runtime: Runtime) -> dict[str, torch.Tensor]:
+    dedicated = {name: param for param in runtime.params for name in param.names}
+    return {
+        clean(key): _master(dedicated[clean(key)]) if clean(key) in dedicated else value
+        for key, value in runtime.model().state_dict().items()
+    }
+
+
+def _master(param) -> torch.Tensor:
+    master = param._owned_data
+    if master is None:
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        return owned_tensor(param, param.param_name, dtype)
+    return _placed(param, master, param.layout.dim is not None)
+
+
+def _load_model(runtime: Runtime, given: Mapping[str, torch.Tensor]) -> None:
+    for param in runtime.params:
+        value = given[param.param_name]
+        if param.is_owner and not isinstance(value, OwnedTensor):
+            runtime.engine.set_value(param.index, _memory(value).detach())
+        else:
+            runtime.engine.mark_changed(param.index)
+    dedicated = {name for param in runtime.params for name in param.names}
+    for key, mine in runtime.model().state_dict().items():
+        name = clean(key)
+        if name not in dedicated:
+            _copy(mine, given[name])
+    runtime.engine.spread_values()
+    runtime.engine.show_residents()
+
+
+@torch.no_grad()
+def _copy(mine: torch.Tensor, given: torch.Tensor) -> None:
+    local_part(mine).copy_(local_part(given))
+
+
+def _of_optimizer(runtime: Runtime, optimizer: Muon) -> dict:
+    optimizer.fill_state()
+    dedicated = {id(p.parameter): p for p in runtime.params}
+    names = optimizer.parameter_names()
+    state = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            param = dedicated.get(id(p))
+            entry = dict(optimizer.state[p]) if param is None else _of_dedicated(optimizer, param)
+            state[names[id(p)]] = entry
+    groups = {
+        group["group_name"]: {k: v for k, v in group.items() if k not in _NOT_SAVED}
+        for group in optimizer.param_groups
+    }
+    return {"state": state, "param_groups": groups}
+
+
+def _of_dedicated(optimizer: Muon, param) -> dict[str, torch.Tensor]:
+    mine = optimizer.engine_state(param)
+    return {
+        key: _placed(param, mine[key], in_shards(param, key))
+        if mine
+        else owned_tensor(param, f"{param.param_name}.{key}", torch.float32, shape)
+        for key, shape in state_shapes(param).items()
+    }
+
+
+def _placed(param, mine: torch.Tensor, cut: bool) -> torch.Tensor | Pieces:
+    if not cut:
+        return mine if param.is_tp_owner else owned_tensor(param, param.param_name, mine.dtype)
+    layout = param.layout
+    return Pieces(mine, param.full_shape, layout.dim, layout.ranges[param.runtime.tp_rank])
+
+
+def _memory(value) -> torch.Tensor:
+    return value.local if isinstance(value, Pieces) else local_part(value)
+
+
+def _load_optimizer(runtime: Runtime, optimizer: Muon, given: Mapping) -> None:
+    dedicated = {id(p.parameter): p for p in runtime.params}
+    names = optimizer.parameter_names()
+    for group in optimizer.param_groups:
+        settings = given["param_groups"][group["group_name"]]
+        group |= {key: value for key, value in settings.items() if key not in _NOT_SAVED}
+        for p in group["params"]:
+            entry, param = given["state"][names[id(p)]], dedicated.get(id(p))
+            if param is None:
+                for key, mine in optimizer.state[p].items():
+                    _copy(mine, entry[key])
+                continue
+            for key, mine in optimizer.engine_state(param).items():
+                value = entry[key]
+                if not isinstance(value, OwnedTensor):
+                    mine.copy_(_memory(value))
+    optimizer.state_was_loaded()

@@ -1,0 +1,116 @@
+#include "engine/config.h"
+
+#include <gmock/gmock.h>
+
+#include "engine/error.h"
+
+namespace dmuon {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+using ::testing::ThrowsMessage;
+
+const ConfigValue& at(const ConfigValue::Table& table, const std::string& key) {
+  for (const auto& entry : table) {
+    if (entry.key == key) return entry.value;
+  }
+  throw std::out_of_range(key);
+}
+
+const ConfigValue::Table& section(const ConfigValue::Table& root, const std::string& name) {
+  return std::get<ConfigValue::Table>(at(root, name).value);
+}
+
+template <class T>
+T get(const ConfigValue::Table& table, const std::string& key) {
+  return std::get<T>(at(table, key).value);
+}
+
+auto refuses(const std::string& text, const auto&... words) {
+  const auto parse = [text] { parse_config(text, "a.toml"); };
+  EXPECT_THAT(parse, ThrowsMessage<ConfigError>(AllOf(HasSubstr("a.toml:"), HasSubstr(words)...)));
+}
+
+TEST(Config, HandsOutWhatTheFileSays) {
+  const auto root = parse_config(R"(
+[runtime]
+include = ["*_proj", "*.experts"]
+memory_limit_bytes = 8_000_000_000
+tp_buffer_reuse = "gather"
+
+[muon]
+lr = 0.02
+nesterov = false
+
+[adamw]
+betas = [0.9, 0.95]
+lr = 1
+)",
+                                 "a.toml");
+  EXPECT_THAT(get<ConfigValue::List>(section(root, "runtime"), "include"), SizeIs(2));
+  EXPECT_EQ(get<int64_t>(section(root, "runtime"), "memory_limit_bytes"), 8'000'000'000);
+  EXPECT_EQ(get<std::string>(section(root, "runtime"), "tp_buffer_reuse"), "gather");
+  EXPECT_EQ(get<double>(section(root, "muon"), "lr"), 0.02);
+  EXPECT_FALSE(get<bool>(section(root, "muon"), "nesterov"));
+  EXPECT_EQ(get<int64_t>(section(root, "adamw"), "lr"), 1);  // a number may be whole
+}
+
+TEST(Config, KeepsTablesInsideThePolicyAsTheyAre) {
+  const auto root = parse_config(R"(
+[policy.defaults]
+param_dtype = "bfloat16"
+[[policy.overrides]]
+name = ["router"]
+set = {route = "adamw"}
+)",
+                                 "a.toml");
+  EXPECT_EQ(get<std::string>(section(section(root, "policy"), "defaults"), "param_dtype"),
+            "bfloat16");
+  EXPECT_THAT(get<ConfigValue::List>(section(root, "policy"), "overrides"), SizeIs(1));
+}
+
+TEST(Config, AnEmptyFileSaysNothing) { EXPECT_THAT(parse_config("", "a.toml"), IsEmpty()); }
+
+TEST(Config, NamesLineAndNearestKeyOfWhatItDoesNotKnow) {
+  refuses("\n\n[muon]\nmomentun = 0.9\n", ":4:", "'momentun'", "did you mean 'momentum'",
+          "weight_decay");
+  refuses("[moun]\nlr = 1\n", ":1:", "'moun'", "did you mean 'muon'", "newton_schulz");
+  refuses("[muon]\nzzz = 1\n", ":2:", "'zzz'", "known: lr, momentum");
+  refuses("lr = 0.1\n", ":1:", "'lr'", "section");
+}
+
+TEST(Config, NamesLineValueAndTypeOfWhatDoesNotFit) {
+  refuses("[muon]\nlr = \"fast\"\n", ":2:", "muon.lr", "'fast'", "a number");
+  refuses("[muon]\n\nnesterov = 1\n", ":3:", "muon.nesterov", "1", "true or false");
+  refuses("[newton_schulz]\nsteps = 5.5\n", "newton_schulz.steps", "5.5", "a whole number");
+  refuses("[adamw]\nbetas = [0.9]\n", "adamw.betas", "two numbers");
+  refuses("[runtime]\ninclude = \"*_proj\"\n", "runtime.include", "a list of strings");
+  refuses("[runtime]\ninclude = [1]\n", "runtime.include", "a list of strings");
+  refuses("[policy]\noverrides = [1]\n", "policy.overrides", "a list of tables");
+  refuses("muon = 3\n", "muon", "[muon]");
+  refuses("[policy.defaults]\nsince = 2020-01-01\n", "a date or a time");
+}
+
+TEST(Config, NamesTheLineOfWhatIsNoToml) {
+  refuses("[muon]\nlr = \n", ":2:");
+  refuses("[muon]\nlr = 1\nlr = 2\n", ":3:");
+}
+
+TEST(Config, NamesAFileThatIsNotThere) {
+  EXPECT_THAT([] { load_config("/nowhere/dmuon.toml"); },
+              ThrowsMessage<ConfigError>(HasSubstr("/nowhere/dmuon.toml cannot be read")));
+}
+
+TEST(Config, TheNearestWordDiffersInFewLetters) {
+  const std::vector<std::string> words{"lr", "momentum", "weight_decay"};
+  EXPECT_EQ(nearest_word("weigth_decay", words), "weight_decay");
+  EXPECT_EQ(nearest_word("momentm", words), "momentum");
+  EXPECT_EQ(nearest_word("epsilon", words), "");
+  EXPECT_EQ(nearest_word("", words), "");
+}
+
+}  // namespace
+}  // namespace dmuon

@@ -1,0 +1,125 @@
+"""`dmuon.toml` sets up what the keyword arguments would."""
+
+import dmuon
+import pytest
+import torch
+
+from tests.support.ddp import setup_ddp
+from tests.support.meshes import flat
+from tests.support.models import Net, shard
+from tests.support.parity import full_weights, mean_square, regression, setup
+from tests.support.ranks import run_ranks
+from tests.support.weights import assert_same
+
+FILE = """
+[runtime]
+include = ["blocks.*"]
+exclude = ["*.norm", "*.bias"]
+owner_strategy = "round_robin"
+
+[muon]
+lr = 0.05
+momentum = 0.9
+
+[adamw]
+lr = 0.002
+betas = [0.8, 0.99]
+
+[newton_schulz]
+steps = 4
+coefficients = "you"
+
+[policy]
+defaults = {grad_dtype = "float32"}
+"""
+KEYWORDS = {
+    "lr": 0.05,
+    "momentum": 0.9,
+    "adamw_lr": 0.002,
+    "adamw_betas": (0.8, 0.99),
+    "ns_steps": 4,
+    "ns_backend": dmuon.NewtonSchulz(coefficients=dmuon.YOU_COEFFICIENTS),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return written(tmp_path, "fsdp2")
+
+
+def written(folder, kind):
+    path = folder / "dmuon.toml"
+    path.write_text(FILE.replace("[runtime]", f'[runtime]\nkind = "{kind}"'))
+    return str(path)
+
+
+def steps(model, optimizer, rank, size):
+    for step in range(2):
+        x, y = (t.chunk(size)[rank] for t in regression(torch.Generator().manual_seed(step)))
+        mean_square(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_a_file_and_the_keywords_train_the_same_bits(tmp_path, kind):
+    run_ranks(check_same, 2, written(tmp_path, kind), kind)
+
+
+def check_same(rank, size, path, kind):
+    make = setup if kind == "fsdp2" else setup_ddp
+    settings = {
+        "owner_strategy": "round_robin",
+        "param_policy": {"defaults": {"grad_dtype": "float32"}},
+    }
+    by_hand = make(flat(size), dedicate=settings, muon=KEYWORDS)
+    want = steps(by_hand.model, by_hand.optimizer, rank, size)
+    torch.manual_seed(7)
+    model, mesh = Net(), flat(size).mesh()
+    made = dmuon.from_config(path, model, mesh)
+    shard(model, mesh) if kind == "fsdp2" else made.replicate()
+    assert_same(steps(model, made.optimizer(), rank, size), want)
+    assert made.owners == {p.fqn: p.owner_rank for p in dmuon.get_dedicated_params(by_hand.model)}
+
+
+def test_code_beats_the_file_and_the_file_beats_the_environment(path, monkeypatch):
+    monkeypatch.setenv("DMUON_MUON_LR", "0.5")
+    monkeypatch.setenv("DMUON_MUON_WEIGHT_DECAY", "0.1")
+    monkeypatch.setenv("DMUON_MUON_NONFINITE", "skip")
+    found = dmuon.load_config(path)["muon"]
+    assert found == {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "nonfinite": "skip"}
+
+
+def test_the_environment_may_name_the_file(path, monkeypatch):
+    monkeypatch.setenv("DMUON_CONFIG", path)
+    assert dmuon.load_config() == dmuon.load_config(path)
+
+
+def test_what_the_environment_says_is_checked(monkeypatch):
+    monkeypatch.setenv("DMUON_MUON_LR", "fast")
+    with pytest.raises(ValueError, match="DMUON_MUON_LR"):
+        dmuon.load_config()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[muon]\nmomentun = 1\n", [":2:", "momentun", "did you mean 'momentum'"]),
+        ("[muon]\nlr = true\n", [":2:", "muon.lr", "a number"]),
+        ("[muon\n", [":1:"]),
+    ],
+)
+def test_errors_name_file_line_and_key(tmp_path, text, words):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        dmuon.load_config(path)
+    assert not [w for w in ["wrong.toml", *words] if w not in str(caught.value)], caught.value
+
+
+def test_a_configuration_without_a_selection_says_what_to_write(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    with pytest.raises(ValueError, match=r'include = \["\*_proj"\]'):
+        dmuon.from_config(path, torch.nn.Linear(2, 2), None)
