@@ -20,8 +20,11 @@ def get_owned_params(model: nn.Module, rank: int) -> list[DedicatedParam]:
 
 
 def summarize_param_groups(model: nn.Module, optimizer) -> list[dict]:
-    """One entry per group: name, route, how many tensors and elements, its settings."""
-    runtime_of(model)
+    """One entry per group: name, route, how many tensors and elements, its settings. Under ZeRO those of the
+    ``OwnerOptimizer``, whichever optimizer of the engine's is given."""
+    runtime = runtime_of(model)
+    if isinstance(runtime.adapter, _C.ZeroAdapter):
+        return runtime.front.summarize_groups()
     skipped = ("params", "foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
     return [
         {

@@ -38,7 +38,9 @@ def check_told(rank, world_size, stage):
         dedicated = {p.parameter for p in dmuon.get_dedicated_params(model)}
         assert set(dmuon.ignored_params(model)) == dedicated
         groups = dmuon.summarize_param_groups(model, engine.optimizer)
-        assert groups[0]["lr"] == 0.02 and groups[0]["adamw_lr"] == 1e-3
+        names = [(g["group_name"], g["tensors"], g["lr"]) for g in groups]
+        assert names == [("0/muon", 4, 0.02), ("0/adamw", 10, 1e-3)]
+        assert sum(g["numel"] for g in groups) == sum(p.numel() for p in Net().parameters())
     names = [name for name, _ in Net().named_parameters()]
     assert [name for name, _ in named_parameters(engine)] == names
     for name in names:
@@ -158,6 +160,23 @@ def check_clipping(rank, world_size, stage):
     other = torch.nn.Linear(3, 3)
     other(torch.ones(3)).sum().backward()
     nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # not DeepSpeed's
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled(stage):
+    run_ranks(check_compiled, 2, stage, limit_s=90)
+
+
+def check_compiled(rank, world_size, stage):
+    """DeepSpeed's engine.compile: what the frames between the hooks compute is the same."""
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    plain, engine = trained(ds_config(stage)), make_engine(ds_config(stage))
+    engine.compile(backend="eager")
+    train(engine, 2)
+    assert stats["unique_graphs"] > before, "nothing was compiled"
+    assert_same(weights(engine), weights(plain))
+    torch._dynamo.reset()
 
 
 def test_before_there_is_an_engine():

@@ -5,7 +5,9 @@ import json
 from functools import partial
 
 import dmuon
+import pytest
 import torch
+from dmuon.zero.config import DsConfig
 from torch import nn
 
 from tests.support.models import INPUTS, OUTPUTS, Net, in_blocks
@@ -96,6 +98,20 @@ SETTINGS = (  # path, value, what the error says
 )
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("nowhere.json", "does not exist"), ("{", "not JSON"), (3, "int"), ({}, "init_distributed")],
+)
+def test_a_config_that_cannot_be_read(config, words, tmp_path):
+    """The last one can, and there are no ranks."""
+    if config == "{":
+        config = tmp_path / "ds_config.json"
+        config.write_text("{")
+    with pytest.raises(ValueError, match=words):
+        DsConfig.read(config)
+        dmuon.dedicate_params_zero(Net(), config, in_blocks)
+
+
 def test_settings():
     run_ranks(check_settings, 2, limit_s=90)
 
@@ -142,6 +158,10 @@ def check_ranks_differ(rank, world_size):
     for stage in (1, 3):
         call = partial(dmuon.dedicate_params_zero, model, ds_config(stage), mine)
         assert_refused(model, call, "same parameters", "blocks.0.up.weight")
+    with ready.zero.Init(config_dict_or_path=ds_config(3)):
+        cut = seeded()
+    call = partial(dmuon.dedicate_params_zero, cut, ds_config(3), mine)
+    assert_refused(cut, call, "same parameters", "blocks.0.up.weight")
     for changes in ({"clip": float(rank)}, {"dmuon": {"include": [f"blocks.{rank}.*"]}}):
         call = partial(ready.initialize, model=model, config=ds_config(1, **changes))
         assert_refused(model, call, "same DeepSpeed config")

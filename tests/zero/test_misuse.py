@@ -56,6 +56,12 @@ def check_order(rank, world_size, stage):
         assert_refused(model, call, "OwnerOptimizer", "dedicated matrices")
     again = partial(OwnerOptimizer, model.parameters(), plan=plan)
     assert_refused(model, again, "already")
+    for kind in ("Muon", "AdamW"):
+        named = plain | {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}
+        assert_refused(model, partial(initialize, model, named), f"'{kind}'", "DMuon")
+    other = seeded()
+    call = partial(initialize, other, plain, optimizer=optimizer)
+    assert_refused(other, call, "another model")
     # Steps before attach.
     engine = initialize(model, plain, optimizer=optimizer)[0]
     assert_all_raise(optimizer.step, "RuntimeError", "attach")
@@ -72,6 +78,11 @@ def check_order(rank, world_size, stage):
     attach(engine, plan)
     assert_all_raise(partial(attach, engine, plan), "ValueError", "already")
     train(engine, 1)
+    # A config of its own for either.
+    for changes in (ds_config((stage + 1) % 4), ds_config(stage, bf16={"enabled": True})):
+        model, plan, optimizer = planned(changes)
+        second = initialize(model, plain, optimizer=optimizer)[0]
+        assert_all_raise(partial(attach, second, plan), "ValueError", "Give both the same config")
     # A second engine over the same model.
     call = partial(initialize, engine.module, config)
     assert_all_raise(call, "ValueError", "again")

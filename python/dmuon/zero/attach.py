@@ -196,6 +196,12 @@ def _check(engine, plan) -> OwnerOptimizer:
             f"the engine runs ZeRO stage {engine.zero_optimization_stage()}, the plan was made for stage "
             f"{plan.stage}. Give both the same config."
         )
+    computes = seams.compute_dtype(engine)
+    if computes != plan.config.compute_dtype:
+        raise ValueError(
+            f"the engine computes in {computes or 'the dtype of the model'}, the plan was made for "
+            f"{plan.config.compute_dtype or 'the dtype of the model'}. Give both the same config."
+        )
     return optimizer
 
 

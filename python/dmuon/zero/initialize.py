@@ -102,6 +102,11 @@ def _concerns_us(config, optimizer, plan) -> bool:
 def _check_all(ds: DsConfig, optimizer, plan: Plan | None, arguments) -> None:
     """Before anything has changed."""
     _check_call(ds, optimizer, arguments)
+    if isinstance(optimizer, OwnerOptimizer) and optimizer.plan is not plan:
+        raise ValueError(
+            "the OwnerOptimizer was made from the plan of another model. Give deepspeed.initialize the model that "
+            "dedicate_params_zero got."
+        )
     ds.check()
     check_supported(ds)
     if optimizer is None:

@@ -13,7 +13,7 @@ from dmuon.errors import nearest
 from dmuon.optimizer import Muon, engine_optimizer, state_shapes
 from dmuon.param_groups import check_settings
 from dmuon.zero import seams
-from dmuon.zero.config import MUON_KEYS
+from dmuon.zero.config import MUON_KEYS, shape_of
 
 _DEFAULTS = {
     name: parameter.default
@@ -64,6 +64,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         self._attached = None
         self._ns_options = None
         groups, self._group_of = _groups(params, plan.runtime, self._settings)
+        # Elements of what DeepSpeed manages, before it makes flat parts of it.
+        self._managed = [[shape_of(p).numel() for p in group["params"]] for group in groups]
         super().__init__(groups, {"lr": self._settings["lr"]})
         for group in self.param_groups:
             group["base_lr"] = _positive(group["lr"])
@@ -146,21 +148,29 @@ class OwnerOptimizer(torch.optim.Optimizer):
         """All groups as the engine reads them: Muon's and AdamW's of each."""
         settings = []
         for i, group in enumerate(self._all_groups):
-            muon = {
-                "lr": float(group["lr"]),
-                "momentum": group["momentum"],
-                "weight_decay": group["weight_decay"],
-            }
-            adamw = {
-                "lr": _adamw_lr(group),
-                "betas": tuple(group["betas"]),
-                "eps": group["eps"],
-                "weight_decay": group["adamw_weight_decay"],
-            }
-            for route, values in (("muon", muon), ("adamw", adamw)):
+            for route, values in _by_route(group).items():
                 check_settings(f"group {i}/{route}", values)
                 settings.append(_C.GroupSettings(**values))
         return settings
+
+    def summarize_groups(self) -> list[dict]:
+        """Two for each group, ``<i>/muon`` and ``<i>/adamw``, as ``dmuon.Muon`` has them; empty ones are left
+        out."""
+        held = [{"muon": [], "adamw": list(sizes)} for sizes in self._managed]
+        for param, i in zip(self._plan.runtime.params, self._group_of, strict=True):
+            held[i][param.route].append(param.numel)
+        return [
+            {
+                "tensors": len(held[i][route]),
+                "numel": sum(held[i][route]),
+                "group_name": f"{i}/{route}",
+                "route": route,
+                **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()},
+            }
+            for i, group in enumerate(self._all_groups)
+            for route, values in _by_route(group).items()
+            if held[i][route]
+        ]
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -246,6 +256,23 @@ def _positive(lr) -> float:
             "requires_grad_(False) to keep them as they are."
         )
     return float(lr)
+
+
+def _by_route(group: Mapping) -> dict[str, dict]:
+    """What a group sets for Muon, and for AdamW."""
+    return {
+        "muon": {
+            "lr": float(group["lr"]),
+            "momentum": group["momentum"],
+            "weight_decay": group["weight_decay"],
+        },
+        "adamw": {
+            "lr": _adamw_lr(group),
+            "betas": tuple(group["betas"]),
+            "eps": group["eps"],
+            "weight_decay": group["adamw_weight_decay"],
+        },
+    }
 
 
 def _adamw_lr(group: Mapping) -> float:

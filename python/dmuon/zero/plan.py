@@ -253,6 +253,12 @@ class _Front:
         inside = attached.engine.inside_no_sync_ctxt
         return contextlib.nullcontext() if inside else attached.engine.no_sync()
 
+    def summarize_groups(self) -> list[dict]:
+        optimizer = self.plan.optimizer()
+        if optimizer is None:
+            raise ValueError("this model has no OwnerOptimizer yet. Call dmuon.zero.initialize.")
+        return optimizer.summarize_groups()
+
     def whole(self, value: torch.Tensor) -> torch.Tensor:
         """Of a parameter or buffer that DeepSpeed keeps, with the dtype the model had. Collective."""
         if not isinstance(value, nn.Parameter):

@@ -122,6 +122,13 @@ def reduces_now(engine) -> bool:
     return engine.is_gradient_accumulation_boundary()
 
 
+def compute_dtype(engine) -> torch.dtype | None:
+    """What it casts parameters to; None where it leaves them as they are."""
+    if engine.bfloat16_enabled():
+        return torch.bfloat16
+    return torch.float16 if engine.fp16_enabled() else None
+
+
 def loss_scale(engine) -> float:
     """What the gradients that have come are multiplied by. Before an update of the scale."""
     optimizer = engine.optimizer
