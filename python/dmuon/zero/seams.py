@@ -122,7 +122,8 @@ def full_fp32(engine, parameter: torch.Tensor) -> torch.Tensor:
         for p, master in zip(low, high):  # stage 0 in 16 bits, which that function does not know
             if p is parameter:
                 return master.detach().clone()
-    return parameter.detach().float().clone()
+    whole = gathered(parameter) if is_partitioned(parameter) else parameter  # frozen
+    return whole.detach().float().clone()
 
 
 def announce_version() -> None:
