@@ -1,8 +1,22 @@
 """What goes wrong on one rank is raised on all."""
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from dmuon import _C
+
+T = TypeVar("T")
+
+
+def together(control, call: Callable[[], T]) -> T:
+    """What ``call`` gives; where it raises on any rank, all raise. Collective over ``control``; ``call``
+    is not."""
+    try:
+        result = call()
+    except Exception as error:
+        raise_everywhere(control, error)
+    _C.agree(control.group_name, [])
+    return result
 
 
 def raise_everywhere(control, error: Exception) -> NoReturn:

@@ -20,10 +20,15 @@ def no_sync(model: nn.Module):
     exception inside leaves everything as it was outside. Local, but every rank must do the same.
 
     Raises:
-        ValueError: the model has no dedicated parameters.
+        ValueError: the model has no dedicated parameters; DeepSpeed runs it at stage 2 or 3, where every
+            micro-batch is reduced.
     """
     runtime = runtime_of_whole(model)
     wrapper = ddp.wrapper_of_model(runtime.model())
+    if isinstance(runtime.adapter, _C.ZeroAdapter):
+        with runtime.front.no_sync():
+            yield
+        return
     with contextlib.ExitStack() as stack:
         if wrapper is not None:
             stack.enter_context(original("no_sync")(wrapper))
@@ -115,7 +120,8 @@ def clip_grad_norm_(
     runtime = getattr(optimizer, "_runtime", None)
     if not isinstance(runtime, Runtime):
         raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}; clip_grad_norm_ takes the dmuon.Muon."
+            f"optimizer is a {type(optimizer).__name__}; clip_grad_norm_ takes the dmuon.Muon. (DeepSpeed "
+            'clips by itself: set "gradient_clipping" in its config.)'
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -125,6 +131,7 @@ def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch
     """The same over ``parameters``; None where none of them is dedicated."""
     dedicated = {id(p.parameter): p for runtime in runtimes() for p in runtime.params}
     chosen = [dedicated[id(p)] for p in parameters if id(p) in dedicated]
+    _refuse_under_deepspeed(parameters)
     if not chosen:
         return None
     engine = chosen[0].runtime.engine
@@ -143,3 +150,21 @@ def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch
     if factor < 1.0 or math.isnan(factor):
         _C.scale_gradients(engine, gradients, factor)
     return torch.tensor(norm, dtype=torch.float32)
+
+
+def _refuse_under_deepspeed(parameters) -> None:
+    """There gradients are reduced in ``engine.step``: a norm before it would be of this rank's alone, and
+    without the dedicated ones, which ``parameters()`` does not list."""
+    given = {id(p) for p in parameters}
+    for runtime in runtimes():
+        if isinstance(runtime.adapter, _C.ZeroAdapter) and _holds(runtime, given):
+            raise ValueError(
+                "these are parameters of a model that DeepSpeed trains, and whose gradients it reduces in "
+                'engine.step(). Set "gradient_clipping" in its config: it clips by the norm of all gradients, '
+                "and engine.get_global_grad_norm() tells it."
+            )
+
+
+def _holds(runtime: Runtime, ids: set[int]) -> bool:
+    mine = [*runtime.model().parameters(), *(p.parameter for p in runtime.params)]
+    return any(id(p) in ids for p in mine)

@@ -392,6 +392,11 @@ def check_shard(modules) -> None:
     """Raises ValueError where ``fully_shard(modules)`` would cut a model that holds whole weights."""
     taken = set().union(*(_dedicated(r) for r in runtimes() if r.resident))
     modules = modules if isinstance(modules, (list, tuple)) else [modules]
+    if any(_is_deepspeeds(module) for module in modules):
+        raise ValueError(
+            "fully_shard after dedicate_params_zero: DeepSpeed trains this model, and cuts it at stage 3. For "
+            "FSDP2 call dedicate_params(model, mesh, predicate) instead, then fully_shard."
+        )
     named = (named for module in modules for named in module.named_parameters())
     whole = [clean(name) for name, p in named if id(p) in taken]
     if whole:
@@ -399,6 +404,13 @@ def check_shard(modules) -> None:
             f"fully_shard after dedicate_params_ddp: {listed(whole)} are whole on every rank. For FSDP2 "
             "call dedicate_params(model, mesh, predicate) instead, then fully_shard."
         )
+
+
+def _is_deepspeeds(module: nn.Module) -> bool:
+    """Whether it has a weight that dedicate_params_zero hid."""
+    inside = {id(m) for m in module.modules()}
+    hidden = (r for r in runtimes() if isinstance(r.adapter, _C.ZeroAdapter))
+    return any(id(s.module()) in inside for r in hidden for p in r.params for s in p.slots)
 
 
 def note_wrapped(module: nn.Module, wrapper: DistributedDataParallel) -> None:

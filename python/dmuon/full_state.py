@@ -13,6 +13,7 @@ from dmuon.names import clean, slots
 from dmuon.runtime import Runtime, runtime_of, runtime_of_whole
 
 
+@torch.no_grad()
 def get_model_state_dict(
     model: nn.Module, *, cpu_offload: bool = True, rank0_only: bool = True
 ) -> dict[str, torch.Tensor]:
@@ -74,6 +75,11 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
             dictionary while others did.
     """
     runtime = runtime_of_whole(model)
+    if isinstance(runtime.adapter, _C.ZeroAdapter):
+        raise ValueError(
+            "under DeepSpeed set_model_state_dict does not reach its optimizer's copies. Load into the model "
+            "before deepspeed.initialize, or use engine.load_checkpoint."
+        )
     wanted = _model_tensors(runtime)
     shapes = {name: tuple(t.shape) for name, t in wanted.items()}
     what = "the model's state_dict"

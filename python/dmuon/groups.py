@@ -17,6 +17,13 @@ def control_group(like: DeviceMesh, ranks: tuple[int, ...]):
     return _group(like.get_group(), "control", ranks, backend)
 
 
+def world_control_group():
+    """As ``control_group`` of all ranks, before there is a mesh."""
+    world = dist.group.WORLD
+    backend = None if dist.get_backend() in ("gloo", "fake") else "gloo"
+    return _group(world, "control", tuple(range(dist.get_world_size())), backend)
+
+
 def channel_groups(axes: Axes, control, policy: str) -> "_C.GroupNames":
     """Collective over the job: a group for each axis and direction."""
     names = _C.GroupNames()

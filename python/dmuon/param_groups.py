@@ -108,10 +108,17 @@ def check_settings(name: str, settings: Mapping) -> None:
     ):
         if key not in settings:
             continue
-        value = float(settings[key])
+        value = _number(name, key, settings[key])
         if not (low <= value < high):
             wanted = f"in [{low}, {high})" if high < math.inf else "a finite number of at least 0"
             raise ValueError(f"{key} of {name!r} is {settings[key]!r}; it must be {wanted}.")
-    betas = settings.get("betas", ())
-    if any(not 0 <= float(beta) < 1 for beta in betas):
-        raise ValueError(f"betas of {name!r} are {betas!r}; both must be in [0, 1).")
+    betas = settings.get("betas", (0, 0))
+    if len(betas) != 2 or any(not 0 <= float(beta) < 1 for beta in betas):
+        raise ValueError(f"betas of {name!r} are {betas!r}; they must be two numbers in [0, 1).")
+
+
+def _number(name: str, key: str, value) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} of {name!r} is {value!r}; it must be a number.") from None

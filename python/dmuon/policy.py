@@ -59,6 +59,10 @@ class PolicyTable:
     """``param_policy`` read once: defaults, then overrides in order; the later one wins."""
 
     def __init__(self, param_policy: Mapping | None, compute_dtype: torch.dtype | None):
+        if not isinstance(param_policy, Mapping | None):
+            raise ValueError(
+                f"param_policy is {param_policy!r}; it must be {{'defaults': ..., 'overrides': [...]}}."
+            )
         given = dict(param_policy or {})
         unknown = [key for key in given if key not in ("defaults", "overrides")]
         if unknown:

@@ -115,6 +115,8 @@ def set_up(
 def _check_model(model, front) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    from dmuon.zero import seams  # which import this module
+
     if runtime_of(model, optional=True) is not None:
         raise ValueError("dedicate_params was called on this model already. Call it once.")
     sharded = [clean(path) for path, m in model.named_modules() if isinstance(m, fsdp2.FSDPModule)]
@@ -123,6 +125,7 @@ def _check_model(model, front) -> None:
             f"module {sharded[0] or 'the model'!r} went through fully_shard already. Call "
             "dedicate_params before fully_shard."
         )
+    seams.check_untouched(model)
     front.check_model(model)
 
 

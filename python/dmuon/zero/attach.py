@@ -145,7 +145,6 @@ def attach(engine, plan: Plan) -> None:
     attached = Attached(engine, plan, optimizer)
     optimizer.arm(attached)
     runtime.optimizer = weakref.ref(optimizer)
-    runtime.on_device = True
     seams.install(engine, attached)
     asked = weakref.ref(engine)
     runtime.adapter.set_reduces(lambda: seams.reduces_now(asked()))

@@ -33,6 +33,24 @@ _NOT_JSON = (
 )
 SETTINGS_KEYS = tuple(f.name for f in fields(Settings) if f.name not in _NOT_JSON)
 _SELECTION = ("include", "exclude", "min_ndim", "routes")
+_SWITCHES = ("hook_boundary_strict", "pack_small_params", "strict_init")
+# What is read of DeepSpeed's own keys, by path.
+_READ = (
+    ("zero_optimization", "stage"),
+    ("bf16", "enabled"),
+    ("bfloat16", "enabled"),
+    ("fp16", "enabled"),
+    ("communication_data_type",),
+    ("data_types", "grad_accum_dtype"),
+    ("gradient_allreduce_op",),
+)
+_EQUAL = (
+    *_READ,
+    ("gradient_clipping",),
+    ("gradient_accumulation_steps",),
+    ("optimizer",),
+    ("dmuon",),
+)
 
 
 @dataclass
@@ -68,10 +86,27 @@ class DsConfig:
     def on(self, *path) -> bool:
         return self.get(*path) in (True, "true", "True", 1)
 
+    def check(self) -> None:
+        """Raises ValueError where what dmuon reads is not what it can read."""
+        for path in _READ:
+            if self.get(*path) == "auto":
+                raise ValueError(
+                    f"{'.'.join(path)} of the DeepSpeed config is still 'auto', which HF Trainer and Accelerate "
+                    "fill in before deepspeed.initialize. Give a value."
+                )
+        _ = self.stage, self.reduce_dtype
+        if self.names_dmuon:
+            self.optimizer_params()
+
+    def lines(self) -> list[str]:
+        """What must be equal on all ranks."""
+        shown = ((path, self.get(*path)) for path in _EQUAL)
+        return [f"{'.'.join(p)}\t{json.dumps(v, sort_keys=True, default=str)}" for p, v in shown]
+
     @property
     def stage(self) -> int:
         stage = self.get("zero_optimization", "stage", default=0)
-        if stage not in (0, 1, 2, 3):
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3.")
         return stage
 
@@ -113,6 +148,8 @@ class DsConfig:
     def optimizer_params(self) -> dict:
         """The keywords of ``OwnerOptimizer``, checked."""
         given = self.get("optimizer", "params", default={})
+        if not isinstance(given, Mapping):
+            raise ValueError(f"optimizer.params is {given!r}; it must be a section.")
         for key, value in given.items():
             if key not in MUON_KEYS:
                 raise ValueError(f"optimizer.params has {key!r}, {nearest(key, MUON_KEYS)}")
@@ -150,6 +187,9 @@ class Section:
         if "include" not in given:
             raise ValueError(f'"dmuon" has no "include".{suggestion(model)}')
         keywords = {key: value for key, value in given.items() if key in SETTINGS_KEYS}
+        for key in _SWITCHES:
+            if not isinstance(keywords.get(key, True), bool):
+                raise ValueError(f'"dmuon".{key} is {keywords[key]!r}; it must be true or false.')
         keywords["param_policy"] = _with_routes(given.get("param_policy"), given.get("routes"))
         return Section(
             _globs("include", given["include"]),
@@ -173,6 +213,23 @@ class Section:
                         f'"dmuon".{key} has {pattern!r}, which matches no parameter of this model. '
                         f"Parameters are {listed(names)}.{suggestion(model)}"
                     )
+        if not any(self.predicate(name, _Shaped(shape_of(p))) for name, _, _, p in slots(model)):
+            raise ValueError(
+                f'"dmuon" selects no parameter of this model: what "include" names has fewer than '
+                f'{self.min_ndim} dims ("min_ndim"), or is in "exclude". Parameters are {listed(names)}.'
+                f"{suggestion(model)}"
+            )
+
+
+@dataclass
+class _Shaped:
+    """A parameter as ``Section.predicate`` sees it."""
+
+    shape: torch.Size
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
 
 def _globs(key: str, value) -> list[str]:
@@ -279,7 +336,7 @@ _REFUSED = (
         "torch_autocast in float16",
         lambda c: (
             c.on("torch_autocast", "enabled")
-            and c.get("torch_autocast", "dtype") in ("float16", "fp16", "torch.float16")
+            and c.get("torch_autocast", "dtype") in ("float16", "fp16", "torch.float16", "half")
         ),
         "Its GradScaler does not see dedicated gradients. Use bfloat16.",
     ),
@@ -347,15 +404,20 @@ def check_supported(config: DsConfig) -> None:
             )
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises ValueError where the model is of a kind that dmuon cannot take under ZeRO."""
-    from dmuon.zero.seams import is_pipeline
-
+def require_group() -> None:
     if not dist.is_initialized():
         raise ValueError(
             "no process group yet. Call deepspeed.init_distributed() before dedicate_params_zero; "
             "dmuon.zero.initialize does it."
         )
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError where the model is of a kind that dmuon cannot take under ZeRO."""
+    from dmuon.zero.seams import is_pipeline
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     if is_pipeline(model):
         raise ValueError(
             "the model is a PipelineModule, whose stages train other weights. Pipeline parallelism is "

@@ -9,12 +9,14 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from dmuon.agreement import together
 from dmuon.errors import listed
+from dmuon.groups import world_control_group
 from dmuon.runtime import runtime_of
 from dmuon.zero import seams
 from dmuon.zero.attach import attach
-from dmuon.zero.config import OPTIMIZER, DsConfig, check_supported
-from dmuon.zero.optimizer import OwnerOptimizer
+from dmuon.zero.config import OPTIMIZER, DsConfig, check_supported, require_group
+from dmuon.zero.optimizer import OwnerOptimizer, check_keywords
 from dmuon.zero.plan import Plan, dedicate_params_zero
 
 
@@ -49,14 +51,16 @@ def _initialize(original, *args, **kwargs):
     model, optimizer = arguments["model"], arguments["optimizer"]
     plan = _plan_of(model)
     if not _concerns_us(config, optimizer, plan):
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        seams.note_initialized(model)
+        return result
     ds = DsConfig.read(config)
-    made_here = plan is None
-    _check_call(ds, optimizer, arguments)
-    if made_here:
-        _init_distributed(arguments)
+    _init_distributed(arguments)
+    require_group()
+    together(world_control_group(), lambda: _check_all(ds, optimizer, plan, arguments))
+    if plan is None:
         plan = dedicate_params_zero(model, ds.raw)
-    check_supported(ds)
+        plan.made_by_initialize = True
     if not isinstance(optimizer, OwnerOptimizer):
         given = arguments["model_parameters"]
         params = list(model.parameters()) if given is None else list(given)
@@ -67,7 +71,7 @@ def _initialize(original, *args, **kwargs):
     arguments["config"], arguments["config_params"] = _for_deepspeed(ds), None
     with seams.initializing():
         result = original(*call.args, **call.kwargs)
-    if made_here:
+    if plan.made_by_initialize:
         attach(result[0], plan)
     return result
 
@@ -93,6 +97,29 @@ def _concerns_us(config, optimizer, plan) -> bool:
     except ValueError:
         return False  # DeepSpeed's to say
     return ds.names_dmuon or "dmuon" in ds.raw
+
+
+def _check_all(ds: DsConfig, optimizer, plan: Plan | None, arguments) -> None:
+    """Before anything has changed."""
+    _check_call(ds, optimizer, arguments)
+    ds.check()
+    check_supported(ds)
+    if optimizer is None:
+        check_keywords(ds.optimizer_params())
+    if plan is not None:
+        _check_again(ds, plan)
+
+
+def _check_again(ds: DsConfig, plan: Plan) -> None:
+    """A second call for one model is right where DeepSpeed failed in the first one."""
+    other = plan.made_by_initialize and ds.lines() != plan.config.lines()
+    if plan.attached is not None or other:
+        raise ValueError(
+            "this model was given to deepspeed.initialize before, which keeps its dedicated matrices. Build the "
+            "model again for another engine or another config."
+        )
+    if plan.made_by_initialize:
+        plan.optimizer = lambda: None
 
 
 def _check_call(ds: DsConfig, optimizer, arguments) -> None:

@@ -55,7 +55,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable, *, plan, **keywords):
-        _check_keys("OwnerOptimizer", keywords, MUON_KEYS)
+        check_keywords(keywords)
         if plan.optimizer() is not None:
             raise ValueError("this plan has an OwnerOptimizer already. Make one.")
         self._settings = {**_DEFAULTS, **keywords}
@@ -178,6 +178,14 @@ class OwnerOptimizer(torch.optim.Optimizer):
                 for key, shape in state_shapes(param).items()
             }
         return states
+
+
+def check_keywords(keywords: Mapping) -> None:
+    """Raises ValueError naming an unknown one, or one out of range."""
+    _check_keys("OwnerOptimizer", keywords, MUON_KEYS)
+    settings = {**_DEFAULTS, **keywords}
+    _group_settings("the optimizer's settings", {}, settings)
+    _positive(settings["lr"])
 
 
 def _check_keys(where: str, given: Mapping, known: tuple[str, ...]) -> None:

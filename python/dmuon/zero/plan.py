@@ -1,5 +1,6 @@
 """``dedicate_params_zero``: the chosen matrices leave DeepSpeed's sight before it looks."""
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -9,25 +10,36 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmuon import _C
+from dmuon.agreement import together
 from dmuon.errors import listed, nearest
-from dmuon.groups import control_group
+from dmuon.groups import control_group, world_control_group
 from dmuon.names import slots
 from dmuon.runtime import Runtime
 from dmuon.set_up import Predicate, Settings, set_up
 from dmuon.zero import seams
-from dmuon.zero.config import DsConfig, Section, check_model, check_supported, shape_of
+from dmuon.zero.config import (
+    DsConfig,
+    Section,
+    check_model,
+    check_supported,
+    require_group,
+    shape_of,
+)
 
 
 class Plan(Mapping):
     """Name of a dedicated parameter -> its owner rank, and what ``attach`` needs. It keeps no weights."""
 
-    def __init__(self, runtime: Runtime, config: DsConfig, names: list[str]):
+    def __init__(self, runtime: Runtime, config: DsConfig, named: list[tuple[str, nn.Parameter]]):
         self._runtime = runtime
         self.config = config
         self.stage = config.stage
-        self.names = names  # of all parameters, in the model's order, as they were before
+        # Of all parameters, in the model's order, as they were before.
+        self.names = [name for name, _ in named]
+        self.dtypes = {id(p): p.dtype for _, p in named}
         self.optimizer = lambda: None  # weak: the OwnerOptimizer made from it
         self.attached = None
+        self.made_by_initialize = False
 
     @property
     def runtime(self) -> Runtime:
@@ -76,21 +88,18 @@ def dedicate_params_zero(
             ``dedicate_params`` refuses; a setting that does not go with dedicated matrices; a model that
             went through ``deepspeed.initialize`` already; nothing left for DeepSpeed.
     """
-    config = DsConfig.read(ds_config)
-    check_supported(config)
-    check_model(model)
-    if predicate is None:
-        section = Section.read(config, model)
-        section.check_used(model)
-        predicate, settings = section.predicate, section.settings
-        if keywords:
-            raise ValueError(
-                f"dedicate_params_zero got {listed(list(keywords))} and no predicate; without one the "
-                'settings are those of the "dmuon" section. Write them there.'
-            )
-    else:
-        settings = _settings(keywords)
-    names = [name for name, _ in _unique(model)]
+    require_group()
+    control = world_control_group()
+    config, predicate, settings = together(
+        control, lambda: _read(model, ds_config, predicate, keywords)
+    )
+    _C.agree(
+        control.group_name,
+        config.lines(),
+        subject="have the same DeepSpeed config",
+        advice="Give the same config on every rank.",
+    )
+    named = list(_unique(model))
     predicate = _Remembered(predicate)
     mesh = _whole_mesh(model)
     _make_whole(model, predicate, mesh)
@@ -99,8 +108,25 @@ def dedicate_params_zero(
     runtime = set_up(model, shard, replicate, predicate, settings, front, (config.stage,))
     runtime.settle()
     runtime.engine.show_residents()
-    front.plan = plan = Plan(runtime, config, names)
+    front.plan = plan = Plan(runtime, config, named)
     return plan
+
+
+def _read(model, ds_config, predicate, keywords: dict) -> tuple[DsConfig, Predicate, Settings]:
+    config = DsConfig.read(ds_config)
+    config.check()
+    check_supported(config)
+    check_model(model)
+    if predicate is not None:
+        return config, predicate, _settings(keywords)
+    if keywords:
+        raise ValueError(
+            f"dedicate_params_zero got {listed(list(keywords))} and no predicate; without one the "
+            'settings are those of the "dmuon" section. Write them there.'
+        )
+    section = Section.read(config, model)
+    section.check_used(model)
+    return config, section.predicate, section.settings
 
 
 def _settings(keywords: dict) -> Settings:
@@ -180,17 +206,7 @@ class _Front:
 
     @staticmethod
     def check_model(model: nn.Module) -> None:
-        if seams.is_engine(model):
-            raise ValueError(
-                "the model is a DeepSpeed engine already. Call dedicate_params_zero on the bare model, then "
-                "deepspeed.initialize; or dmuon.zero.initialize, which does both."
-            )
-        managed = seams.managed_by_deepspeed(model)
-        if managed:
-            raise ValueError(
-                f"{listed(managed)} went through deepspeed.initialize already. Call dedicate_params_zero "
-                "before it."
-            )
+        """What holds for all runtimes."""
 
     def check_axes(self, axes, chosen) -> None:
         frozen = [c.name for c in chosen if not c.parameter.requires_grad]
@@ -223,6 +239,29 @@ class _Front:
             unit.compute_dtype = param.policy.param_dtype or compute
             reduce = param.policy.grad_dtype or self._config.reduce_dtype or unit.compute_dtype
             unit.reduce_dtype = torch.float32 if reduce == torch.float64 else reduce
+
+    def no_sync(self):
+        """DeepSpeed's own, which knows no nesting."""
+        stage, attached = self._config.stage, self.plan.attached
+        if attached is None:
+            raise ValueError("no_sync before dmuon.zero.attach(engine, plan). Call attach first.")
+        if stage >= 2:
+            raise ValueError(
+                f"at ZeRO stage {stage} DeepSpeed reduces every micro-batch, so there is no no_sync. Set "
+                '"gradient_accumulation_steps" in its config, or use engine.coalesce_grad_reduction().'
+            )
+        inside = attached.engine.inside_no_sync_ctxt
+        return contextlib.nullcontext() if inside else attached.engine.no_sync()
+
+    def whole(self, value: torch.Tensor) -> torch.Tensor:
+        """Of a parameter or buffer that DeepSpeed keeps, with the dtype the model had. Collective."""
+        if not isinstance(value, nn.Parameter):
+            return value
+        attached = self.plan.attached
+        if attached is None:  # not DeepSpeed's yet, but for zero.Init
+            return seams.gathered(value) if seams.is_partitioned(value) else value
+        whole = seams.full_fp32(attached.engine, value)
+        return whole.to(self.plan.dtypes.get(id(value), value.dtype))
 
     @staticmethod
     def check_slot(param) -> None:

@@ -8,13 +8,18 @@ import contextlib
 import functools
 import inspect
 import math
+import sys
 import warnings
+import weakref
 
 import torch
 from torch import nn
 
+from dmuon.errors import listed
+
 TESTED = ("0.19.8",)
 _announced: set[str] = set()
+_initialized: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _initializing = 0
 
 
@@ -46,9 +51,29 @@ def gathered(parameter: torch.Tensor) -> nn.Parameter:
 
 
 def is_engine(model) -> bool:
-    from deepspeed import DeepSpeedEngine
+    deepspeed = sys.modules.get("deepspeed")
+    return deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
 
-    return isinstance(model, DeepSpeedEngine)
+
+def note_initialized(model) -> None:
+    """It went through ``deepspeed.initialize`` without dedicated matrices."""
+    if isinstance(model, nn.Module):
+        _initialized.add(model)
+
+
+def check_untouched(model: nn.Module) -> None:
+    """Raises ValueError where ``deepspeed.initialize`` has had the model. Needs no DeepSpeed."""
+    if is_engine(model):
+        raise ValueError(
+            "the model is a DeepSpeed engine already. Call dedicate_params_zero on the bare model, then "
+            "deepspeed.initialize; or dmuon.zero.initialize, which does both."
+        )
+    managed = managed_by_deepspeed(model)
+    if managed or model in _initialized:
+        raise ValueError(
+            f"{listed(managed) or 'the model'} went through deepspeed.initialize already. For DeepSpeed call "
+            "dedicate_params_zero before it, or dmuon.zero.initialize instead of it."
+        )
 
 
 def is_pipeline(model) -> bool:
@@ -115,6 +140,8 @@ def full_fp32(engine, parameter: torch.Tensor) -> torch.Tensor:
     """A whole weight of DeepSpeed's, as its optimizer has it. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
+    if is_partitioned(parameter) and not hasattr(parameter, "_z3_optimizer"):  # frozen
+        return gathered(parameter).detach().float()
     whole = safe_get_full_fp32_param(parameter)
     if whole is not None:
         return whole
