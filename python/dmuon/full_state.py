@@ -31,6 +31,7 @@ def get_model_state_dict(
     dedicated = {name: param for param in runtime.params for name in param.names}
     first_name = _first_names(runtime.model())
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
+    held = _model_tensors(runtime)
     whole: dict[str, torch.Tensor] = {}
     for key, value in runtime.model().state_dict().items():
         name = clean(key)
@@ -38,7 +39,8 @@ def get_model_state_dict(
         if tied in whole and tied != name:
             whole[name] = whole[tied]
             continue
-        value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(value)
+        mine = held.get(name, value)
+        value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(mine)
         whole[name] = snapshot(value, cpu_offload) if receives else None
     return whole if receives else {}
 
@@ -80,7 +82,10 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
     for name, mine in wanted.items():
         value = source.given[name] if source.has_it else None
         value = source.take(value, mine.shape, mine.dtype, mine.device)
-        value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(value)
+        if name in dedicated:
+            runtime.set_value(dedicated[name], value)
+        else:
+            runtime.front.assign(mine, value)
     runtime.engine.spread_values()
     runtime.engine.show_residents()
 
