@@ -3,6 +3,7 @@
 import functools
 import inspect
 import sys
+import warnings
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 
@@ -51,6 +52,12 @@ def _initialize(original, *args, **kwargs):
     if not _concerns_us(config, optimizer, plan):
         return original(*args, **kwargs)
     ds = DsConfig.read(config)
+    if plan is None and optimizer is None and ds.is_inference:
+        warnings.warn(
+            'the DeepSpeed config has a "dmuon" section and no optimizer: this engine evaluates, it cannot train.',
+            stacklevel=3,
+        )
+        return original(*args, **kwargs)
     made_here = plan is None
     _check_call(ds, optimizer, arguments)
     if made_here:
@@ -97,6 +104,12 @@ def _concerns_us(config, optimizer, plan) -> bool:
 
 def _check_call(ds: DsConfig, optimizer, arguments) -> None:
     """Raises ValueError where the dedicated matrices would be left untrained."""
+    plan = _plan_of(arguments["model"])
+    if plan is not None and plan.attached is not None:
+        raise ValueError(
+            f"an engine trains this {type(arguments['model']).__name__} already, and keeps its dedicated matrices. "
+            "Build the model again for another engine (a Trainer, an Accelerator) and load the weights into it."
+        )
     if optimizer is None and not ds.names_dmuon:
         kind = ds.get("optimizer", "type")
         raise ValueError(
