@@ -200,7 +200,6 @@ class _Front:
 
     resident: bool
     plan: Plan | None = None
-    whole = staticmethod(seams.whole)
 
     def __init__(self, config: DsConfig, model: nn.Module):
         self._config, self._model = config, weakref.ref(model)
