@@ -23,6 +23,7 @@ class OwnedTensor(torch.Tensor):
     def __new__(cls, shape, dtype, device, name: str, owner_rank: int):
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         self._dmuon_name, self._dmuon_owner = name, owner_rank
+        self._dmuon_identity = torch.UntypedStorage(1)
         return self
 
     @classmethod
@@ -47,6 +48,11 @@ class OwnedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo):
         return self
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """No values: what writers of checkpoints compare to find tied weights, on every rank, also on those
+        that write nothing."""
+        return self._dmuon_identity
 
     # torch.distributed.checkpoint asks these: nothing to write here, nothing to read.
 

@@ -78,6 +78,13 @@ def _select(model, predicate) -> list[list[tuple]]:
     return selected
 
 
+def _places(names: list[tuple]) -> list[tuple[nn.Module, str]]:
+    """A module that has two names is one place."""
+    return list(
+        {(id(module), attribute): (module, attribute) for _, module, attribute, _ in names}.values()
+    )
+
+
 def nothing_selected(model: nn.Module) -> str:
     names = [name for name, _, _, parameter in slots(model) if parameter.ndim >= 2]
     return (
@@ -97,7 +104,7 @@ def _choose(names, axes, policies, boundaries) -> Chosen:
         policy=policy,
         view=_view(name, module, parameter, policy),
         boundaries=[boundaries.of(fqn, parameter) for fqn, *_ in names],
-        slots=[(slot[1], slot[2]) for slot in names],
+        slots=_places(names),
         names=[slot[0] for slot in names],
         layout=layout_of(name, parameter, axes.dp_names),
     )

@@ -64,7 +64,7 @@ def make_engine(config, make_model=Net, seed=7, **keywords):
     """What `deepspeed.initialize` returns first."""
     deepspeed = deepspeed_ready()
     torch.manual_seed(seed)
-    model = make_model() if isinstance(make_model, type) or callable(make_model) else make_model
+    model = make_model if isinstance(make_model, torch.nn.Module) else make_model()
     return deepspeed.initialize(model=model, config=config, **keywords)[0]
 
 
@@ -80,17 +80,23 @@ def dtype_of(engine):
     return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
 
 
-def loss_of(engine, step, part=0, parts=1):
+def plainly(model, x, step, rank):
+    """How a model is called, where a test does not say."""
+    return model(x)
+
+
+def loss_of(engine, step, part=0, parts=1, forward=plainly):
     x, y = batch(step, dist.get_rank(), dist.get_world_size(), part, parts)
-    return F.mse_loss(engine(x.to(dtype_of(engine))).float(), y)
+    out = forward(engine, x.to(dtype_of(engine)), step, dist.get_rank())
+    return F.mse_loss(out.float(), y)
 
 
-def train(engine, steps, first=0):
+def train(engine, steps, first=0, forward=plainly):
     """The loop of every DeepSpeed script."""
     parts = engine.gradient_accumulation_steps()
     for step in range(first, first + steps):
         for part in range(parts):
-            engine.backward(loss_of(engine, step, part, parts))
+            engine.backward(loss_of(engine, step, part, parts, forward))
             engine.step()
 
 
@@ -101,92 +107,166 @@ def weights(engine):
 
 
 def chosen_by(engine):
-    return {p.param_name for p in dmuon.get_dedicated_params(engine)}
+    """Names of what Muon trains."""
+    return {p.param_name for p in dmuon.get_dedicated_params(engine) if p.route == "muon"}
 
 
 class OneProcess:
     """The same training: gradients are means over the ranks and micro-batches, clipped by their one
-    norm, then Muon and AdamW. `compute` is the dtype of forward and backward; gradients and weights are the
-    model's."""
+    norm, then Muon and AdamW.
+
+    Args:
+        compute: dtype of forward and backward; the weights' is the model's.
+        kept: dtype in which gradients are added up.
+        factor: of the gradients, where they are not means.
+        settings_at: step -> settings of the groups by name; "lr" is relative to the first.
+        managed_at: step -> factor of the gradients that DeepSpeed has, after clipping.
+        forward: as in `loss_of`.
+    """
 
     def __init__(
-        self, model, muon, world_size, gas=1, clip=0.0, compute=None, lr_at=None, **options
+        self,
+        model,
+        muon,
+        world_size,
+        *,
+        gas=1,
+        clip=0.0,
+        compute=None,
+        kept=None,
+        factor=1.0,
+        settings_at=None,
+        managed_at=None,
+        forward=plainly,
+        **options,
     ):
-        self.model, self.muon, self.compute = model, muon, compute
+        self.model, self.muon, self.compute, self.kept = model, muon, compute, kept or compute
         self.optimizer = Oracle(model, muon, **options)
-        self.ranks, self.gas, self.clip = range(world_size), gas, clip
-        self.lr_at, self.base = lr_at, [float(g["lr"]) for g in self.optimizer.param_groups]
-        self.norm = None
+        self.ranks, self.gas, self.clip, self.factor = range(world_size), gas, clip, factor
+        self.settings_at, self.managed_at = settings_at, managed_at
+        self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
+        self.forward, self.norm = forward, None
 
-    def start_as_deepspeed(self):
+    @property
+    def trained(self):
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def start_as_deepspeed(self, whole=()):
         """Whose float32 copies of what it trains in 16 bits are made of the rounded weights."""
         for name, p in self.model.named_parameters():
-            if name not in self.muon:
+            if name not in self.muon and name not in whole:
                 p.data = p.data.to(self.compute or p.dtype).to(p.dtype)
 
     def train(self, steps, first=0):
         for step in range(first, first + steps):
-            self.model.zero_grad()
-            for rank in self.ranks:
-                for part in range(self.gas):
-                    self.add_gradients(step, rank, part)
+            self.add_step(step)
             self.update(step)
+
+    def add_step(self, step):
+        self.model.zero_grad()
+        for rank in self.ranks:
+            for part in range(self.gas):
+                self.add_gradients(step, rank, part)
+        for name, p in self.trained.items():
+            if p.grad is None and name not in self.muon:
+                p.grad = torch.zeros_like(p)  # as DeepSpeed has what nobody used
 
     def add_gradients(self, step, rank, part):
         x, y = batch(step, rank, len(self.ranks), part, self.gas)
         model, dtype = self.model, next(self.model.parameters()).dtype
         if self.compute is not None:
             model = copy.deepcopy(model).to(self.compute)
-        loss = F.mse_loss(model(x.to(self.compute or dtype)).to(dtype), y.to(dtype))
+        out = self.forward(model, x.to(self.compute or dtype), step, rank)
+        loss = self.factor * F.mse_loss(out.to(dtype), y.to(dtype))
         loss = loss / (len(self.ranks) * self.gas)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        for p, g in zip(self.model.parameters(), gradients, strict=True):
-            p.grad = g.to(p.dtype) if p.grad is None else p.grad + g.to(p.dtype)
+        computing = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, computing, allow_unused=True)
+        for p, g in zip(self.trained.values(), gradients, strict=True):
+            if g is not None:
+                so_far = g.to(p.dtype) if p.grad is None else p.grad + g.to(p.dtype)
+                p.grad = so_far.to(self.kept or p.dtype).to(p.dtype)
 
     def update(self, step):
-        self.norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.norm = torch.nn.utils.get_total_norm(gradients).item()
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        if self.lr_at is not None:
-            for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
-                group["lr"] = base * self.lr_at(step)
+        for name, p in self.trained.items():
+            if self.managed_at is not None and name not in self.muon:
+                p.grad.mul_(self.managed_at(step))
+        if self.settings_at is not None:
+            self.set_groups(dict(self.settings_at(step)))
         self.optimizer.step()
+
+    def set_groups(self, settings):
+        lr = settings.pop("lr", 1.0)
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = base * lr
+            group.update({key: value for key, value in settings.items() if key in group})
 
     def weights(self):
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
 
 def check_zero(
-    rank, world_size, stage, *, steps=3, make_model=Net, oracle=None, run=train, **config
+    rank,
+    world_size,
+    stage,
+    *,
+    steps=3,
+    make_model=Net,
+    model=None,
+    oracle=None,
+    run=train,
+    forward=plainly,
+    keywords=None,
+    **config,
 ):
     """Trains under ZeRO and holds the weights, the norm and the number of Newton-Schulz against one process:
-    float64 is the truth, and plain PyTorch in the dtype that computes says what may be lost."""
+    float64 is the truth, and plain PyTorch in the dtype that computes says what may be lost.
+
+    `model(config, plain)` makes the one that trains, where it is not `make_model()`'s. `oracle` has keywords
+    of `OneProcess`, `keywords` those of `deepspeed.initialize`.
+    """
     torch.manual_seed(7)
-    plain = make_model()
-    engine = make_engine(ds_config(stage, **config), make_model)
-    run(engine, steps)
-    got, calls = weights(engine), total(dmuon.report(engine)["ns_calls"])
+    plain, config = make_model(), ds_config(stage, **config)
+    made = make_model if model is None else model(config, copy.deepcopy(plain))
+    engine = make_engine(config, made, **(keywords or {}))
+    run(engine, steps, forward=forward)
     if rank == 0:
-        options = {"gas": config.get("gas", 1), "clip": config.get("clip", 0.0)}
-        options |= {**(config.get("params") or {}), **(oracle or {})}
-        chosen, ranks = chosen_by(engine), world_size
-        exact = OneProcess(copy.deepcopy(plain).double(), chosen, ranks, **options)
-        options["ns_backend"] = "gram"
-        compute = None if dtype_of(engine) == torch.float32 else dtype_of(engine)
-        single = OneProcess(copy.deepcopy(plain), chosen, ranks, compute=compute, **options)
-        single.start_as_deepspeed()
+        exact, single = references(engine, plain, world_size, forward=forward, **(oracle or {}))
         for reference in (exact, single):
             reference.train(steps)
+    got, calls = weights(engine), total(dmuon.report(engine)["ns_calls"])
+    if rank == 0:
         assert_weights_close(got, exact.weights(), single.weights(), steps)
         assert calls == exact.optimizer.ns_calls, f"{calls} NS calls in the job"
         check_norm(engine, exact, single)
     return engine
 
 
+def references(engine, plain, world_size, **options):
+    """The training of this engine in one process, in float64 and in the dtype that computes."""
+    config, dtype = engine.dmuon.plan.config, dtype_of(engine)
+    known = {"gas": engine.gradient_accumulation_steps(), "clip": engine.gradient_clipping()}
+    muon = config.optimizer_params()
+    muon.pop("nonfinite", None)
+    options = {**known, **muon, **options}
+    chosen = chosen_by(engine)
+    exact = OneProcess(copy.deepcopy(plain).double(), chosen, world_size, **options)
+    if dtype != torch.float32:
+        options |= {"compute": dtype, "kept": config.reduce_dtype}
+    options["ns_backend"] = "gram"
+    single = OneProcess(plain, chosen, world_size, **options)
+    single.start_as_deepspeed(engine.dmuon.plan)
+    return exact, single
+
+
 def check_norm(engine, exact, single):
-    """What DeepSpeed reports is the norm of all gradients."""
+    """What DeepSpeed reports is the norm of all gradients, each rounded to what computes."""
     norm = engine.get_global_grad_norm()
     if norm is None:
         return
-    allowed = max(1e-5 * exact.norm, 2 * abs(single.norm - exact.norm))
+    rounding = torch.finfo(dtype_of(engine)).eps / 2
+    allowed = max(1e-5 * exact.norm, rounding * exact.norm, 2 * abs(single.norm - exact.norm))
     assert abs(float(norm) - exact.norm) <= allowed, f"norm {float(norm)}, {exact.norm}"

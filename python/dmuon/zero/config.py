@@ -115,6 +115,11 @@ class DsConfig:
         return str(self.get("optimizer", "type", default="")).lower() == OPTIMIZER.lower()
 
     @property
+    def is_inference(self) -> bool:
+        """At stage 3 DeepSpeed takes a config without an optimizer to evaluate with."""
+        return self.stage == 3 and self.get("optimizer") is None
+
+    @property
     def compute_dtype(self) -> torch.dtype | None:
         """What DeepSpeed casts parameters to; None where it leaves them as they are."""
         if self.on("bf16", "enabled") or self.on("bfloat16", "enabled"):

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import sys
+import warnings
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 
@@ -55,6 +56,12 @@ def _initialize(original, *args, **kwargs):
         seams.note_initialized(model)
         return result
     ds = DsConfig.read(config)
+    if plan is None and optimizer is None and ds.is_inference:
+        warnings.warn(
+            'the DeepSpeed config has a "dmuon" section and no optimizer: this engine evaluates, it cannot train.',
+            stacklevel=3,
+        )
+        return original(*args, **kwargs)
     _init_distributed(arguments)
     require_group()
     together(world_control_group(), lambda: _check_all(ds, optimizer, plan, arguments))
@@ -120,8 +127,9 @@ def _check_again(ds: DsConfig, plan: Plan) -> None:
     other = plan.made_by_initialize and ds.lines() != plan.config.lines()
     if plan.attached is not None or other:
         raise ValueError(
-            "this model was given to deepspeed.initialize before, which keeps its dedicated matrices. Build the "
-            "model again for another engine or another config."
+            "this model was given to deepspeed.initialize before: an engine trains it already, and keeps its "
+            "dedicated matrices. Build the model again for another config or another engine (a Trainer, an "
+            "Accelerator), and load the weights into it."
         )
     if plan.made_by_initialize:
         plan.optimizer = lambda: None

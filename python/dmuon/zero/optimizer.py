@@ -69,8 +69,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": self._settings["lr"]})
         for group in self.param_groups:
             group["base_lr"] = _positive(group["lr"])
-        self.defaults["momentum"] = self._settings["momentum"]  # what cycling schedulers look for
-        self.defaults["betas"] = tuple(self._settings["adamw_betas"])
+        # What schedulers that cycle momentum look for. With "betas" they would cycle AdamW's alone.
+        self.defaults["momentum"] = self._settings["momentum"]
         self._all_groups = self.param_groups
         self._adamw = torch.optim.AdamW([torch.zeros(1)])
         plan.note_optimizer(self)

@@ -218,7 +218,7 @@ class _Front:
         if not any(p.requires_grad and id(p) not in taken for p in self._model().parameters()):
             raise ValueError(
                 "every trainable parameter is dedicated, and DeepSpeed does not run with nothing to train. "
-                "Leave one out that AdamW may train: an embedding, a norm, a bias."
+                "Leave one out that AdamW may train: an embedding, a norm, a bias, one of LoRA's matrices."
             )
 
     def before_adopting(self, runtime: Runtime) -> None:

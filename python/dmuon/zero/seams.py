@@ -43,11 +43,17 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 def gathered(parameter: torch.Tensor) -> nn.Parameter:
     """An ordinary parameter with the values of a partitioned one. Collective."""
+    return nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of the values of DeepSpeed's parameter. Collective where it is partitioned."""
+    if not is_partitioned(parameter):
+        return parameter.detach().clone()
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
-        whole = parameter.detach().clone()
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        return parameter.detach().clone()
 
 
 def is_engine(model) -> bool:
@@ -148,15 +154,15 @@ def full_fp32(engine, parameter: torch.Tensor) -> torch.Tensor:
     from deepspeed.utils import safe_get_full_fp32_param
 
     if is_partitioned(parameter) and not hasattr(parameter, "_z3_optimizer"):  # frozen
-        return gathered(parameter).detach().float()
-    whole = safe_get_full_fp32_param(parameter)
-    if whole is not None:
-        return whole
+        return whole(parameter).float()
+    kept = safe_get_full_fp32_param(parameter)
+    if kept is not None:
+        return kept
     for low, high in zip(*(getattr(engine.optimizer, f"fp{bits}_groups", ()) for bits in (16, 32))):
         for p, master in zip(low, high):  # stage 0 in 16 bits, which that function does not know
             if p is parameter:
                 return master.detach().clone()
-    return parameter.detach().float().clone()
+    return whole(parameter).float()
 
 
 def announce_version() -> None:

@@ -1,0 +1,173 @@
+"""HF Trainer as its users write it, under DeepSpeed on CPU, and the same training in one process."""
+
+import os
+
+import dmuon
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.support.oracle import Oracle, assert_weights_close
+from tests.support.weights import total
+from tests.support.zero import deepspeed_ready, weights
+
+VOCABULARY = 48
+ROWS, PER_DEVICE, GAS, CLIP, LR, STEPS = 64, 2, 2, 0.5, 0.02, 4
+# Of the learning rate, in each step: one of warm-up, then down to zero.
+LINEAR = (0, 1, 2 / 3, 1 / 3)
+WARMUP_DECAY = (0, 0, 0.5, 1)
+
+
+def hf_ready():
+    """The world as torchrun leaves it, without what an earlier test told Accelerate."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    deepspeed_ready()
+    import transformers
+    from accelerate.state import AcceleratorState
+    from transformers.integrations import deepspeed as integration
+
+    AcceleratorState._reset_state(True)
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    integration.unset_hf_deepspeed_config()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def rows(count=ROWS, even=False):
+    """Unless `even`, of different numbers of labels: a mean over ranks of means is not the mean."""
+    g = torch.Generator().manual_seed(3)
+    data = []
+    for i, ids in enumerate(torch.randint(0, VOCABULARY, (count, 12), generator=g)):
+        labels = ids.clone()
+        labels[: 0 if even else 5 * i % 9] = -100
+        data.append({"input_ids": ids, "labels": labels})
+    return data
+
+
+def hf_config(stage, *, include=("*_proj",), zero=None, **changes):
+    """The JSON, with all that Trainer and Accelerate fill in."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+            **(zero or {}),
+        },
+        "optimizer": {"type": "DMuon", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "dmuon": {"include": list(include)},
+        **changes,
+    }
+
+
+def make_trainer(config, folder, model=None, **changes):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": PER_DEVICE,
+        "gradient_accumulation_steps": GAS,
+        "max_steps": STEPS,
+        "learning_rate": LR,
+        "max_grad_norm": CLIP,
+        "warmup_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "deepspeed": config,
+    }
+    arguments = TrainingArguments(**arguments | changes)
+    model = seeded_llama() if model is None else model() if callable(model) else model
+    return Trainer(model=model, args=arguments, train_dataset=rows(), eval_dataset=rows(8))
+
+
+def llama_config():
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,  # attention that is not uniform: gradients of full rank
+        use_cache=False,
+    )
+
+
+def seeded_llama():
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(7)
+    return LlamaForCausalLM(llama_config())
+
+
+def in_one_process(model, muon, factors, *, clip=CLIP, ranks=2, even=False, **options):
+    """Steps of the whole batch at once; returns the norms. AdamW follows Muon's schedule."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = Oracle(model, muon, lr=LR, **options)
+    bases = [group["lr"] for group in optimizer.param_groups]
+    data, norms, size = rows(even=even), [], PER_DEVICE * GAS * ranks
+    for step, factor in enumerate(factors):
+        batch = data[step * size : (step + 1) * size]
+        loss_of(model, batch).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, clip).item())
+        for group, base in zip(optimizer.param_groups, bases, strict=True):
+            group["lr"] = base * factor
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def loss_of(model, batch):
+    ids, labels = (torch.stack([row[key] for row in batch]) for key in ("input_ids", "labels"))
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def assert_as_one_process(engine, make_model, factors, norms, **options):
+    """Weights and the norms that were reported; float64 is the truth, float32 what plain torch loses."""
+    got, calls = weights(engine), total(dmuon.report(engine)["ns_calls"])
+    muon = {p.param_name for p in dmuon.get_dedicated_params(engine)}
+    if dist.get_rank() != 0:
+        return
+    exact, plain = make_model().double(), make_model()
+    wanted = in_one_process(exact, muon, factors, **options)
+    in_one_process(plain, muon, factors, ns_backend="gram", **options)
+    assert_weights_close(got, parameters(exact), parameters(plain), len(factors))
+    assert norms == approximately(wanted)
+    assert calls == len(muon) * len(factors), f"{calls} NS calls in the job"
+
+
+def approximately(norms):
+    import pytest
+
+    return pytest.approx(norms, rel=1e-5)
+
+
+def parameters(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def assert_equal(got, want):
+    """By name, bit for bit."""
+    assert set(got) == set(want), f"names differ: {set(got) ^ set(want)}"
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name

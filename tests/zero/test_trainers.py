@@ -1,0 +1,301 @@
+"""HF Trainer, Accelerate and PEFT over DeepSpeed: their JSON alone turns dmuon on."""
+
+import json
+import os
+
+import dmuon
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.hf import (
+    CLIP,
+    GAS,
+    LINEAR,
+    LR,
+    PER_DEVICE,
+    WARMUP_DECAY,
+    assert_as_one_process,
+    assert_equal,
+    hf_config,
+    hf_ready,
+    llama_config,
+    logged,
+    make_trainer,
+    rows,
+    seeded_llama,
+)
+from tests.support.ranks import run_ranks
+from tests.support.zero import STAGES, weights
+
+for package in ("deepspeed", "transformers", "accelerate"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+by_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+@by_stage
+def test_trainer_trains_as_one_process_does(stage, tmp_path):
+    run_ranks(check_trainer, 2, stage, str(tmp_path), limit_s=90)
+
+
+def check_trainer(rank, world_size, stage, folder):
+    """The config by its path, the Trainer's own scheduler, and evaluation after each step."""
+    hf_ready()
+    path = os.path.join(folder, f"ds_config_{rank}.json")
+    with open(path, "w") as file:
+        json.dump(hf_config(stage), file)
+    trainer = make_trainer(path, folder, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert_as_one_process(trainer.deepspeed, seeded_llama, LINEAR, logged(trainer, "grad_norm"))
+    assert logged(trainer, "learning_rate") == pytest.approx([LR * f for f in (*LINEAR[1:], 0)])
+    losses = logged(trainer, "eval_loss")
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+
+
+@by_stage
+def test_the_scheduler_of_the_config(stage, tmp_path):
+    run_ranks(check_config_scheduler, 2, stage, str(tmp_path), limit_s=90)
+
+
+def check_config_scheduler(rank, world_size, stage, folder):
+    """It writes absolute rates, and AdamW follows them from its own."""
+    hf_ready()
+    keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    params = {**dict.fromkeys(keys, "auto"), "warmup_type": "linear"}
+    config = hf_config(stage, scheduler={"type": "WarmupDecayLR", "params": params})
+    trainer = make_trainer(config, folder, warmup_steps=2, max_grad_norm=0.1)
+    trainer.train()
+    norms = logged(trainer, "grad_norm")
+    assert_as_one_process(trainer.deepspeed, seeded_llama, WARMUP_DECAY, norms, clip=0.1)
+
+
+@by_stage
+def test_resuming_from_a_checkpoint_in_the_middle(stage, tmp_path):
+    run_ranks(check_resuming, 2, stage, str(tmp_path), limit_s=90)
+
+
+def check_resuming(rank, world_size, stage, folder):
+    hf_ready()
+    config, options = hf_config(stage), {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(config, folder, **options)
+    trainer.train()
+    end, norms = weights(trainer.deepspeed), logged(trainer, "grad_norm")
+    hf_ready()
+    again = make_trainer(config, folder, **options)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert_equal(weights(again.deepspeed), end)
+    assert logged(again, "grad_norm") == norms
+
+
+@by_stage
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "not gathered"])
+def test_save_model_writes_the_dedicated_weights(stage, gather, tmp_path):
+    run_ranks(check_save_model, 2, stage, gather, str(tmp_path), limit_s=90)
+
+
+def check_save_model(rank, world_size, stage, gather, folder):
+    """At stage 3 without `stage3_gather_16bit_weights_on_model_save` it is a DeepSpeed checkpoint."""
+    hf_ready()
+    zero = {"stage3_gather_16bit_weights_on_model_save": gather}
+    trainer = make_trainer(hf_config(stage, zero=zero), folder, max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    want = weights(trainer.deepspeed)
+    dist.barrier()
+    assert_equal(saved(folder) if gather or stage < 3 else from_shards(folder), want)
+
+
+def saved(folder):
+    from safetensors.torch import load_file
+
+    return load_file(f"{folder}/model.safetensors")
+
+
+def from_shards(folder):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    assert not os.path.exists(f"{folder}/model.safetensors")
+    return get_fp32_state_dict_from_zero_checkpoint(folder)
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "from_config"])
+def test_a_model_that_transformers_builds_in_partitions(how, tmp_path):
+    run_ranks(check_zero_init, 2, how, str(tmp_path), limit_s=90)
+
+
+def check_zero_init(rank, world_size, how, folder):
+    """Under the config of stage 3 `from_pretrained` and `from_config` build inside `zero.Init`."""
+    transformers = hf_ready()
+    if rank == 0:
+        seeded_llama().save_pretrained(folder)
+    dist.barrier()
+    start = {}
+
+    def build():
+        auto = transformers.AutoModelForCausalLM
+        model = (
+            auto.from_pretrained(folder)
+            if how == "from_pretrained"
+            else auto.from_config(llama_config())
+        )
+        for name, p in model.named_parameters():
+            assert hasattr(p, "ds_id")
+            start[name] = dmuon.zero.seams.whole(p)
+        return model
+
+    trainer = make_trainer(hf_config(3), folder, model=build)
+    trainer.train()
+    norms = logged(trainer, "grad_norm")
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+    assert_as_one_process(trainer.deepspeed, lambda: loaded(start), LINEAR, norms)
+    assert how == "from_config" or torch.equal(
+        start["lm_head.weight"], seeded_llama().lm_head.weight
+    )
+
+
+def loaded(state):
+    model = seeded_llama()
+    model.load_state_dict(state)
+    return model
+
+
+def test_evaluation_alone_at_stage_3(tmp_path):
+    run_ranks(check_evaluation_alone, 2, str(tmp_path), limit_s=90)
+
+
+def check_evaluation_alone(rank, world_size, folder):
+    """Trainer takes the optimizer out of the config for it."""
+    hf_ready()
+    with pytest.warns(UserWarning, match="this engine evaluates, it cannot train"):
+        loss = make_trainer(hf_config(3), folder).evaluate()["eval_loss"]
+    hf_ready()
+    assert loss == pytest.approx(make_trainer(None, folder).evaluate()["eval_loss"], rel=1e-6)
+
+
+@by_stage
+def test_accelerate(stage, tmp_path):
+    run_ranks(check_accelerate, 2, stage, str(tmp_path), limit_s=90)
+
+
+def check_accelerate(rank, world_size, stage, folder):
+    """The loop of its documentation: DummyOptim, DummyScheduler, accumulate, clip, save and load."""
+    run = AcceleratedRun(stage)
+    norms = run.train(2)
+    assert_as_one_process(run.engine, seeded_llama, LINEAR[:2], norms, even=True)
+    run.accelerator.save_state(folder)
+    middle = weights(run.engine)
+    run.train(2, first=2)
+    end = weights(run.engine)
+    for other in (run, AcceleratedRun(stage)):
+        other.accelerator.load_state(folder)
+        assert_equal(weights(other.engine), middle)
+        other.train(2, first=2)
+        assert_equal(weights(other.engine), end)
+    check_accelerates_saves(other, end, folder)
+
+
+def check_accelerates_saves(run, want, folder):
+    a, engine = run.accelerator, run.engine
+    state = a.get_state_dict(engine)
+    if a.is_main_process:
+        assert_equal(state, want)
+    bare = a.unwrap_model(engine)
+    assert bare is engine.module
+    bare.save_pretrained(
+        f"{folder}/bare",
+        is_main_process=a.is_main_process,
+        save_function=a.save,
+        state_dict=state,
+    )
+    a.save_model(engine, f"{folder}/whole")
+    a.wait_for_everyone()
+    for name in ("bare", "whole"):
+        assert_equal(saved(f"{folder}/{name}"), want)
+
+
+class AcceleratedRun:
+    def __init__(self, stage):
+        transformers = hf_ready()
+        from accelerate import Accelerator, DeepSpeedPlugin
+        from accelerate.state import PartialState
+        from accelerate.utils import DummyOptim, DummyScheduler
+
+        PartialState(cpu=True)  # a machine without accelerators
+        plugin = DeepSpeedPlugin(hf_ds_config=hf_config(stage, gradient_clipping=CLIP))
+        self.accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=GAS)
+        model = seeded_llama()
+        optimizer = DummyOptim(model.parameters(), lr=LR)
+        schedule = transformers.get_linear_schedule_with_warmup
+        data = [(row["input_ids"], row["labels"]) for row in rows(even=True)]
+        self.engine, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model,
+            optimizer,
+            torch.utils.data.DataLoader(data, batch_size=PER_DEVICE),
+            DummyScheduler(optimizer, lr_scheduler_callable=lambda o: schedule(o, 1, 4)),
+        )
+
+    def train(self, steps, first=0):
+        """The norms that `clip_grad_norm_` gives."""
+        norms = []
+        for i, (x, y) in enumerate(self.loader):
+            if not first <= i // GAS < first + steps:
+                continue
+            with self.accelerator.accumulate(self.engine):
+                self.accelerator.backward(self.engine(input_ids=x, labels=y).loss)
+                if self.accelerator.sync_gradients:
+                    held = self.engine.parameters()
+                    norms.append(self.accelerator.clip_grad_norm_(held, CLIP))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return norms
+
+
+@by_stage
+def test_lora_by_peft(stage, tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed")
+    run_ranks(check_lora, 2, stage, str(tmp_path), limit_s=90)
+
+
+def check_lora(rank, world_size, stage, folder):
+    """Its matrices are dedicated, the model below is frozen, the whole head is DeepSpeed's."""
+    hf_ready()
+    config = hf_config(stage, include=["*.lora_A.*", "*.lora_B.*"])
+    options = {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(config, folder, lora_llama, **options)
+    trainer.train()
+    end = weights(trainer.deepspeed)
+    assert_as_one_process(trainer.deepspeed, lora_llama, LINEAR, logged(trainer, "grad_norm"))
+    for name, p in lora_llama().named_parameters():
+        assert p.requires_grad != torch.equal(end[name], p), name
+    trainer.save_model()
+    dist.barrier()
+    check_adapter(folder, end)
+    hf_ready()
+    again = make_trainer(config, folder, lora_llama, **options)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert_equal(weights(again.deepspeed), end)
+
+
+def lora_llama():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "up_proj"],
+        modules_to_save=["lm_head"],
+        init_lora_weights=False,
+    )
+    model = seeded_llama()
+    return get_peft_model(model, config)
+
+
+def check_adapter(folder, want):
+    from safetensors.torch import load_file
+
+    plain = (".default", "modules_to_save.")
+    held = {name.replace(plain[0], "").replace(plain[1], ""): w for name, w in want.items()}
+    adapter = load_file(f"{folder}/adapter_model.safetensors")
+    assert sum("lora_" in name for name in adapter) == 12
+    assert_equal(adapter, {name: held[name] for name in adapter})
