@@ -264,9 +264,8 @@ def references(engine, plain, world_size, **options):
     options = {**known, **muon, **options}
     chosen = chosen_by(engine)
     exact = OneProcess(copy.deepcopy(plain).double(), chosen, world_size, **options)
-    if dtype != torch.float32:
-        options |= {"compute": dtype, "kept": config.reduce_dtype}
-    options["ns_backend"] = "gram"
+    compute = None if dtype == torch.float32 else dtype
+    options |= {"ns_backend": "gram", "compute": compute, "kept": config.reduce_dtype}
     single = OneProcess(plain, chosen, world_size, **options)
     single.start_as_deepspeed(engine.dmuon.plan)
     return exact, single
@@ -277,6 +276,7 @@ def check_norm(engine, exact, single):
     norm = engine.get_global_grad_norm()
     if norm is None:
         return
-    rounding = torch.finfo(dtype_of(engine)).eps / 2
+    dtypes = (dtype_of(engine), engine.dmuon.plan.config.reduce_dtype or torch.float32)
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
     allowed = max(1e-5 * exact.norm, rounding * exact.norm, 2 * abs(single.norm - exact.norm))
     assert abs(float(norm) - exact.norm) <= allowed, f"norm {float(norm)}, {exact.norm}"

@@ -108,6 +108,20 @@ def check_a_block_that_is_called_twice(rank, world_size, stage):
             check_zero(rank, world_size, stage, make_model=make_model, **config)
 
 
+@by_stage
+def test_two_forwards_in_one_loss(stage):
+    run_ranks(check_two_forwards_in_one_loss, 2, stage, limit_s=90)
+
+
+def check_two_forwards_in_one_loss(rank, world_size, stage):
+    for config in ({"gas": 2, "clip": 0.1}, BF16):
+        check_zero(rank, world_size, stage, forward=in_halves, **config)
+
+
+def in_halves(model, x, step, rank):
+    return torch.cat([model(half) for half in x.chunk(2)])
+
+
 class Side(nn.Module):
     """Blocks of matrices side by side; a loss may leave some of them out."""
 
