@@ -335,6 +335,11 @@ _REFUSED = (
         ),
         "There DeepSpeed leaves out the reduction of its own gradients without a word. Drop the key.",
     ),
+    _Refusal(
+        "gradient_predivide_factor at stage 3",
+        lambda c: c.stage == 3 and c.get("gradient_predivide_factor", default=1) != 1,
+        "There DeepSpeed divides its own gradients by it and does not multiply them back. Drop the key.",
+    ),
     _Refusal("sparse_gradients", lambda c: c.on("sparse_gradients"), "Drop the key."),
     _Refusal("amp", lambda c: c.on("amp", "enabled"), "Use bf16."),
     _Refusal(
