@@ -78,7 +78,7 @@ class Trainee:
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {
-            name: p.detach() if (whole := safe_get_full_fp32_param(p)) is None else whole
+            name: (p if (whole := safe_get_full_fp32_param(p)) is None else whole).detach().cpu()
             for name, p in self._named()
         }
 
@@ -119,17 +119,19 @@ def with_adamw(config: dict, recipe: Recipe) -> dict:
 
 
 def recipe_of(config: dict) -> Recipe:
-    """What a JSON trains, for the check and the schedule."""
-    name = config["optimizer"]["type"].lower()
+    """What a JSON trains, for the schedule and the check; one weight decay for Muon and AdamW."""
     params = config["optimizer"]["params"]
-    rates = (params["lr"], params["adamw_lr"]) if name == "dmuon" else (0.0, params["lr"])
+    name = config["optimizer"]["type"].lower()
+    prefix = "adamw_" if name == "dmuon" else ""
+    muon = {"lr": params["lr"], "momentum": params["momentum"]} if name == "dmuon" else {}
     return replace(
         TUNED[name],
-        lr=rates[0],
-        adamw_lr=rates[1],
+        adamw_lr=params[prefix + "lr"],
+        betas=tuple(params[prefix + "betas"]),
         weight_decay=params["weight_decay"],
         batch=config["train_batch_size"],
         max_grad_norm=config["gradient_clipping"],
+        **muon,
     )
 
 

@@ -31,8 +31,7 @@ class Ignored(Set):
         owners = runtimes() if self._model is None else [runtime_of(self._model)]
         for runtime in owners:
             for param in runtime.params:
-                for slot in param.slots:
-                    yield slot.current
+                yield from (s.current for s in param.slots if s.current is not None)
 
     def __contains__(self, parameter) -> bool:
         return any(parameter is current for current in self._current())

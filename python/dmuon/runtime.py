@@ -45,8 +45,9 @@ class Slot:
         names.add(self.attribute) if out else names.discard(self.attribute)
 
     @property
-    def current(self) -> nn.Parameter:
-        return self.parameters[self.attribute]
+    def current(self) -> nn.Parameter | None:
+        """None where somebody has deleted it."""
+        return self.parameters.get(self.attribute)
 
 
 @dataclass(eq=False)

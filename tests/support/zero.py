@@ -118,6 +118,7 @@ class OneProcess:
     Args:
         compute: dtype of forward and backward; the weights' is the model's.
         kept: dtype in which gradients are added up.
+        second: parameters whose settings are others: (names, of Muon, of AdamW).
         factor: of the gradients, where they are not means.
         settings_at: step -> settings of the groups by name; "lr" is relative to the first.
         managed_at: step -> factor of the gradients that DeepSpeed has, after clipping.
@@ -137,6 +138,7 @@ class OneProcess:
         factor=1.0,
         settings_at=None,
         managed_at=None,
+        second=None,
         forward=plainly,
         **options,
     ):
@@ -144,8 +146,19 @@ class OneProcess:
         self.optimizer = Oracle(model, muon, **options)
         self.ranks, self.gas, self.clip, self.factor = range(world_size), gas, clip, factor
         self.settings_at, self.managed_at = settings_at, managed_at
+        if second is not None:
+            self.divide(*second)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
         self.forward, self.norm = forward, None
+
+    def divide(self, names, muon, adamw):
+        others = {id(p) for n, p in self.model.named_parameters() if n in names}
+        for group in list(self.optimizer.param_groups):
+            both = group["params"]
+            group["params"] = [p for p in both if id(p) not in others]
+            changed = muon if group["kind"] == "muon" else adamw
+            theirs = {**group, **changed, "params": [p for p in both if id(p) in others]}
+            self.optimizer.param_groups.append(theirs)
 
     @property
     def trained(self):
@@ -215,23 +228,20 @@ def check_zero(
     *,
     steps=3,
     make_model=Net,
-    model=None,
+    make=make_engine,
     oracle=None,
     run=train,
     forward=plainly,
-    keywords=None,
     **config,
 ):
     """Trains under ZeRO and holds the weights, the norm and the number of Newton-Schulz against one process:
     float64 is the truth, and plain PyTorch in the dtype that computes says what may be lost.
 
-    `model(config, plain)` makes the one that trains, where it is not `make_model()`'s. `oracle` has keywords
-    of `OneProcess`, `keywords` those of `deepspeed.initialize`.
+    `make(config, model)` makes the engine; `oracle` has keywords of `OneProcess`.
     """
     torch.manual_seed(7)
     plain, config = make_model(), ds_config(stage, **config)
-    made = make_model if model is None else model(config, copy.deepcopy(plain))
-    engine = make_engine(config, made, **(keywords or {}))
+    engine = make(config, copy.deepcopy(plain))
     run(engine, steps, forward=forward)
     if rank == 0:
         exact, single = references(engine, plain, world_size, forward=forward, **(oracle or {}))
@@ -254,9 +264,8 @@ def references(engine, plain, world_size, **options):
     options = {**known, **muon, **options}
     chosen = chosen_by(engine)
     exact = OneProcess(copy.deepcopy(plain).double(), chosen, world_size, **options)
-    if dtype != torch.float32:
-        options |= {"compute": dtype, "kept": config.reduce_dtype}
-    options["ns_backend"] = "gram"
+    compute = None if dtype == torch.float32 else dtype
+    options |= {"ns_backend": "gram", "compute": compute, "kept": config.reduce_dtype}
     single = OneProcess(plain, chosen, world_size, **options)
     single.start_as_deepspeed(engine.dmuon.plan)
     return exact, single
@@ -267,6 +276,7 @@ def check_norm(engine, exact, single):
     norm = engine.get_global_grad_norm()
     if norm is None:
         return
-    rounding = torch.finfo(dtype_of(engine)).eps / 2
+    dtypes = (dtype_of(engine), engine.dmuon.plan.config.reduce_dtype or torch.float32)
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
     allowed = max(1e-5 * exact.norm, rounding * exact.norm, 2 * abs(single.norm - exact.norm))
     assert abs(float(norm) - exact.norm) <= allowed, f"norm {float(norm)}, {exact.norm}"

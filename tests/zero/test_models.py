@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import INPUTS, OUTPUTS, Bare, Block, Net
 from tests.support.ranks import run_ranks
-from tests.support.zero import STAGES, check_zero, deepspeed_ready
+from tests.support.zero import STAGES, check_zero, deepspeed_ready, make_engine
 
 by_stage = pytest.mark.parametrize("stage", STAGES)
 BF16 = {"bf16": {"enabled": True}}
@@ -29,7 +29,7 @@ def built_in_parts(config, plain):
         if torch.distributed.get_rank() == 0:
             for p, value in zip(model.parameters(), plain.parameters(), strict=True):
                 p.data.copy_(value)
-    return model
+    return make_engine(config, model)
 
 
 def test_models_built_under_zero_init():
@@ -37,8 +37,8 @@ def test_models_built_under_zero_init():
 
 
 def check_models_built_under_zero_init(rank, world_size):
-    check_zero(rank, world_size, 3, model=built_in_parts, gas=2, clip=0.1)
-    check_zero(rank, world_size, 3, make_model=rounded_net, model=built_in_parts, **BF16)
+    check_zero(rank, world_size, 3, make=built_in_parts, gas=2, clip=0.1)
+    check_zero(rank, world_size, 3, make_model=rounded_net, make=built_in_parts, **BF16)
 
 
 class Recomputed(Net):
@@ -106,6 +106,20 @@ def check_a_block_that_is_called_twice(rank, world_size, stage):
     for make_model in (Repeated, shared_net):
         for config in ({"gas": 2, "clip": 0.1}, BF16):
             check_zero(rank, world_size, stage, make_model=make_model, **config)
+
+
+@by_stage
+def test_two_forwards_in_one_loss(stage):
+    run_ranks(check_two_forwards_in_one_loss, 2, stage, limit_s=90)
+
+
+def check_two_forwards_in_one_loss(rank, world_size, stage):
+    for config in ({"gas": 2, "clip": 0.1}, BF16):
+        check_zero(rank, world_size, stage, forward=in_halves, **config)
+
+
+def in_halves(model, x, step, rank):
+    return torch.cat([model(half) for half in x.chunk(2)])
 
 
 class Side(nn.Module):

@@ -2,12 +2,13 @@
 
 import functools
 
+import dmuon
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
 from tests.support.ranks import run_ranks
-from tests.support.zero import STAGES, check_zero, deepspeed_ready
+from tests.support.zero import STAGES, check_zero, deepspeed_ready, make_engine
 
 LR, STEPS = 0.02, 4
 FROM_THE_CONFIG = {
@@ -58,8 +59,25 @@ def test_schedulers_of_torch(stage):
 
 
 def check_schedulers_of_torch(rank, world_size, stage):
-    for make in FROM_TORCH.values():
-        oracle = as_plain_torch_has_it(make)
-        check_zero(
-            rank, world_size, stage, keywords={"lr_scheduler": make}, oracle=oracle, steps=STEPS
-        )
+    for scheduler in FROM_TORCH.values():
+        for make in (as_callable, as_instance):
+            oracle = as_plain_torch_has_it(scheduler)
+            make = functools.partial(make, scheduler=scheduler)
+            check_zero(rank, world_size, stage, make=make, oracle=oracle, steps=STEPS)
+
+
+def as_callable(config, model, scheduler):
+    return make_engine(config, model, lr_scheduler=scheduler)
+
+
+def as_instance(config, model, scheduler):
+    """Which needs the optimizer, so the calls are made one by one."""
+    deepspeed = deepspeed_ready()
+    del config["optimizer"]
+    plan = dmuon.dedicate_params_zero(model, config)
+    optimizer = dmuon.zero.OwnerOptimizer(model.parameters(), plan=plan, lr=LR)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler(optimizer)
+    )
+    dmuon.zero.attach(engine, plan)
+    return engine

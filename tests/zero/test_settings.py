@@ -28,6 +28,7 @@ SETTINGS = {
     "predivided": (STAGES, {"gradient_predivide_factor": 2.0, "zero": {"reduce_scatter": False}}),
     "prescaled": (STAGES, {"prescale_gradients": True, "zero": {"reduce_scatter": False}}),
     "communication_in_fp32": (STAGES, {"communication_data_type": "fp32", **BF16}),
+    "communication_in_bf16": (STAGES, {"communication_data_type": "bf16"}),
     "summed": ((0, 1, 2), {"gradient_allreduce_op": "sum"}),
 }
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon import _C
-from dmuon.zero import checkpoint, helpers, seams
+from dmuon.zero import checkpoint, helpers, public, seams
 from dmuon.zero.optimizer import OwnerOptimizer
 from dmuon.zero.plan import Plan
 
@@ -151,6 +151,7 @@ def attach(engine, plan: Plan) -> None:
     _wrap_step(engine, attached)
     checkpoint.install(engine, attached)
     helpers.install(attached)
+    public.install(attached)
     plan.attached = attached
     engine.dmuon = attached
 

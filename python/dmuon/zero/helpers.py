@@ -43,10 +43,16 @@ def full_fp32_param(engine, name: str) -> torch.Tensor:
     return seams.full_fp32(engine, found[name])
 
 
+def dedicated_of(parameter: torch.Tensor):
+    """Its ``DedicatedParam``; None for a parameter of DeepSpeed's."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    return mapping.param if isinstance(mapping, Helper) else None
+
+
 def install(attached) -> None:
     """DeepSpeed's own helpers (``safe_get_full_fp32_param`` and its like) ask the parameter itself."""
     for param in attached.runtime.params:
-        helper = _Helper(attached, param)
+        helper = Helper(attached, param)
         parameter = param.parameter
         parameter._hp_mapping = parameter._hp_grad = helper
         for name in (
@@ -58,14 +64,14 @@ def install(attached) -> None:
             setattr(parameter, name, getattr(helper, name))
 
 
-class _Helper:
+class Helper:
     """One dedicated parameter, in DeepSpeed's words. Every method is collective."""
 
     def __init__(self, attached, param):
-        self._attached, self._param = attached, param
+        self._attached, self.param = attached, param
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> torch.Tensor:
-        param = self._param
+        param = self.param
         if optim_state_key is None:
             return from_owner(param, param._owned_data)
         shapes = self._known_state(optim_state_key)
@@ -73,7 +79,7 @@ class _Helper:
         return from_owner(param, mine.get(optim_state_key), shapes[optim_state_key])
 
     def set_full_hp_param(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        param = self._param
+        param = self.param
         if optim_state_key is None:
             self._check_shape(value, param.full_shape)
             param.runtime.set_value(param, value)
@@ -87,7 +93,7 @@ class _Helper:
 
     def get_full_hp_grad(self) -> torch.Tensor | None:
         """The mean over the ranks, with the loss scale still in it; None before a backward pass."""
-        param = self._param
+        param = self.param
         self._attached.reduce()
         mine = param.parameter.grad if param.is_owner else None
         there = torch.tensor([float(mine is not None)])
@@ -97,23 +103,23 @@ class _Helper:
         return from_owner(param, mine)
 
     def set_full_hp_grad(self, value: torch.Tensor) -> None:
-        param = self._param
+        param = self.param
         self._check_shape(value, param.full_shape)
         self._attached.reduce()
         if param.is_owner:
             param.parameter.grad = value.detach().float().clone()
 
     def _known_state(self, key: str) -> dict:
-        shapes = state_shapes(self._param)
+        shapes = state_shapes(self.param)
         if key not in shapes:
             raise ValueError(
-                f"{self._param.param_name!r} has no state {key!r}; it has {', '.join(shapes)}."
+                f"{self.param.param_name!r} has no state {key!r}; it has {', '.join(shapes)}."
             )
         return shapes
 
     def _check_shape(self, value: torch.Tensor, shape) -> None:
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
-                f"a value of shape {tuple(value.shape)} was given for {self._param.param_name!r}; it must have "
+                f"a value of shape {tuple(value.shape)} was given for {self.param.param_name!r}; it must have "
                 f"{tuple(shape)}."
             )

@@ -14,7 +14,7 @@ from dmuon.agreement import together
 from dmuon.errors import listed
 from dmuon.groups import world_control_group
 from dmuon.runtime import runtime_of
-from dmuon.zero import seams
+from dmuon.zero import public, seams
 from dmuon.zero.attach import attach
 from dmuon.zero.config import OPTIMIZER, DsConfig, require_group
 from dmuon.zero.optimizer import OwnerOptimizer, check_keywords
@@ -200,12 +200,15 @@ def patch(deepspeed) -> None:
     wrapped._dmuon = True
     deepspeed.initialize = wrapped
     torch.optim.DMuon = _unreached
+    public.patch_gathered(deepspeed.zero.GatheredParameters)
 
 
 def unpatch() -> None:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and getattr(deepspeed.initialize, "_dmuon", False):
         deepspeed.initialize = deepspeed.initialize.__wrapped__
+        public.unpatch_gathered(deepspeed.zero.GatheredParameters)
+    public.uninstall()
     if getattr(torch.optim, "DMuon", None) is _unreached:
         del torch.optim.DMuon
 
