@@ -16,9 +16,10 @@ from dmuon.groups import world_control_group
 from dmuon.runtime import runtime_of
 from dmuon.zero import public, seams
 from dmuon.zero.attach import attach
-from dmuon.zero.config import OPTIMIZER, DsConfig, check_supported, require_group
+from dmuon.zero.config import OPTIMIZER, DsConfig, require_group
 from dmuon.zero.optimizer import OwnerOptimizer, check_keywords
 from dmuon.zero.plan import Plan, dedicate_params_zero
+from dmuon.zero.refusals import check_supported
 
 
 def initialize(*args, **kwargs):
@@ -62,6 +63,12 @@ def _initialize(original, *args, **kwargs):
             stacklevel=3,
         )
         return original(*args, **kwargs)
+    return _with_owners(original, call, ds, plan)
+
+
+def _with_owners(original, call, ds: DsConfig, plan: Plan | None):
+    arguments = call.arguments
+    model, optimizer = arguments["model"], arguments["optimizer"]
     _init_distributed(arguments)
     require_group()
     together(world_control_group(), lambda: _check_all(ds, optimizer, plan, arguments))

@@ -13,7 +13,8 @@ from dmuon.errors import nearest
 from dmuon.optimizer import Muon, engine_optimizer, state_shapes
 from dmuon.param_groups import check_settings
 from dmuon.zero import seams
-from dmuon.zero.config import MUON_KEYS, shape_of
+from dmuon.zero.config import MUON_KEYS
+from dmuon.zero.section import shape_of
 
 _DEFAULTS = {
     name: parameter.default

@@ -17,14 +17,9 @@ from dmuon.names import slots
 from dmuon.runtime import Runtime
 from dmuon.set_up import Predicate, Settings, set_up
 from dmuon.zero import seams
-from dmuon.zero.config import (
-    DsConfig,
-    Section,
-    check_model,
-    check_supported,
-    require_group,
-    shape_of,
-)
+from dmuon.zero.config import DsConfig, require_group
+from dmuon.zero.refusals import check_model, check_supported
+from dmuon.zero.section import Section, shape_of
 
 
 class Plan(Mapping):
