@@ -89,7 +89,8 @@ def make_trainer(config, folder, model=None, **changes):
         "deepspeed": config,
     }
     arguments = TrainingArguments(**arguments | changes)
-    model = seeded_llama() if model is None else model() if callable(model) else model
+    if not isinstance(model, torch.nn.Module):
+        model = (model or seeded_llama)()
     return Trainer(model=model, args=arguments, train_dataset=rows(), eval_dataset=rows(8))
 
 
@@ -171,3 +172,9 @@ def assert_equal(got, want):
     assert set(got) == set(want), f"names differ: {set(got) ^ set(want)}"
     for name, value in want.items():
         assert torch.equal(got[name], value), name
+
+
+def saved(folder):
+    from safetensors.torch import load_file
+
+    return load_file(f"{folder}/model.safetensors")

@@ -1,4 +1,4 @@
-"""HF Trainer, Accelerate and PEFT over DeepSpeed: their JSON alone turns dmuon on."""
+"""HF Trainer, with PEFT too, over DeepSpeed: its JSON alone turns dmuon on."""
 
 import json
 import os
@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.hf import (
-    CLIP,
-    GAS,
     LINEAR,
     LR,
-    PER_DEVICE,
     WARMUP_DECAY,
     assert_as_one_process,
     assert_equal,
@@ -22,10 +19,10 @@ from tests.support.hf import (
     llama_config,
     logged,
     make_trainer,
-    rows,
+    saved,
     seeded_llama,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_fresh, run_ranks
 from tests.support.zero import STAGES, weights
 
 for package in ("deepspeed", "transformers", "accelerate"):
@@ -64,20 +61,24 @@ def check_config_scheduler(rank, world_size, stage, folder):
     keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     params = {**dict.fromkeys(keys, "auto"), "warmup_type": "linear"}
     config = hf_config(stage, scheduler={"type": "WarmupDecayLR", "params": params})
-    trainer = make_trainer(config, folder, warmup_steps=2, max_grad_norm=0.1)
+    options = {"max_grad_norm": 0.1, "gradient_checkpointing": True}
+    trainer = make_trainer(config, folder, warmup_steps=2, **options)
     trainer.train()
     norms = logged(trainer, "grad_norm")
     assert_as_one_process(trainer.deepspeed, seeded_llama, WARMUP_DECAY, norms, clip=0.1)
 
 
 @by_stage
-def test_resuming_from_a_checkpoint_in_the_middle(stage, tmp_path):
-    run_ranks(check_resuming, 2, stage, str(tmp_path), limit_s=90)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_resuming_from_a_checkpoint_in_the_middle(stage, bf16, tmp_path):
+    run_ranks(check_resuming, 2, stage, bf16, str(tmp_path), limit_s=90)
 
 
-def check_resuming(rank, world_size, stage, folder):
+def check_resuming(rank, world_size, stage, bf16, folder):
+    """The same as never having stopped, to the bit."""
     hf_ready()
-    config, options = hf_config(stage), {"save_strategy": "steps", "save_steps": 2}
+    config = hf_config(stage)
+    options = {"save_strategy": "steps", "save_steps": 2, "bf16": bf16}
     trainer = make_trainer(config, folder, **options)
     trainer.train()
     end, norms = weights(trainer.deepspeed), logged(trainer, "grad_norm")
@@ -104,12 +105,6 @@ def check_save_model(rank, world_size, stage, gather, folder):
     want = weights(trainer.deepspeed)
     dist.barrier()
     assert_equal(saved(folder) if gather or stage < 3 else from_shards(folder), want)
-
-
-def saved(folder):
-    from safetensors.torch import load_file
-
-    return load_file(f"{folder}/model.safetensors")
 
 
 def from_shards(folder):
@@ -173,83 +168,59 @@ def check_evaluation_alone(rank, world_size, folder):
     assert loss == pytest.approx(make_trainer(None, folder).evaluate()["eval_loss"], rel=1e-6)
 
 
-@by_stage
-def test_accelerate(stage, tmp_path):
-    run_ranks(check_accelerate, 2, stage, str(tmp_path), limit_s=90)
+def test_configs_that_would_leave_matrices_untrained(tmp_path):
+    run_ranks(check_incomplete_configs, 2, str(tmp_path), limit_s=90)
 
 
-def check_accelerate(rank, world_size, stage, folder):
-    """The loop of its documentation: DummyOptim, DummyScheduler, accumulate, clip, save and load."""
-    run = AcceleratedRun(stage)
-    norms = run.train(2)
-    assert_as_one_process(run.engine, seeded_llama, LINEAR[:2], norms, even=True)
-    run.accelerator.save_state(folder)
-    middle = weights(run.engine)
-    run.train(2, first=2)
-    end = weights(run.engine)
-    for other in (run, AcceleratedRun(stage)):
-        other.accelerator.load_state(folder)
-        assert_equal(weights(other.engine), middle)
-        other.train(2, first=2)
-        assert_equal(weights(other.engine), end)
-    check_accelerates_saves(other, end, folder)
+def check_incomplete_configs(rank, world_size, folder):
+    """Each fails as soon as training begins, and says what to write."""
+    whole = hf_config(2)
+    without = {key: {k: v for k, v in whole.items() if k != key} for key in ("dmuon", "optimizer")}
+    other = hf_config(2, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    template = hf_config(2)
+    template["optimizer"]["params"] |= {"betas": "auto", "eps": "auto"}
+    for config, says in (
+        (without["dmuon"], r'For this model: "dmuon": {"include": \["\*.down_proj"'),
+        (without["optimizer"], r'got the optimizer AdamW.*name "DMuon" in the config'),
+        (other, r'the optimizer of this config is .AdamW.*"type": "DMuon"'),
+        (template, r"optimizer.params has 'betas'.*'adamw_betas'"),
+    ):
+        hf_ready()
+        with pytest.raises(ValueError, match=says):
+            make_trainer(config, folder).train()
 
 
-def check_accelerates_saves(run, want, folder):
-    a, engine = run.accelerator, run.engine
-    state = a.get_state_dict(engine)
-    if a.is_main_process:
-        assert_equal(state, want)
-    bare = a.unwrap_model(engine)
-    assert bare is engine.module
-    bare.save_pretrained(
-        f"{folder}/bare",
-        is_main_process=a.is_main_process,
-        save_function=a.save,
-        state_dict=state,
-    )
-    a.save_model(engine, f"{folder}/whole")
-    a.wait_for_everyone()
-    for name in ("bare", "whole"):
-        assert_equal(saved(f"{folder}/{name}"), want)
+def test_another_trainer_over_a_model_that_is_trained(tmp_path):
+    run_ranks(check_another_trainer, 2, str(tmp_path), limit_s=90)
 
 
-class AcceleratedRun:
-    def __init__(self, stage):
-        transformers = hf_ready()
-        from accelerate import Accelerator, DeepSpeedPlugin
-        from accelerate.state import PartialState
-        from accelerate.utils import DummyOptim, DummyScheduler
+def check_another_trainer(rank, world_size, folder):
+    hf_ready()
+    trainer = make_trainer(hf_config(1), folder, max_steps=1)
+    trainer.train()
+    with pytest.raises(ValueError, match="Build the model again"):
+        make_trainer(hf_config(1), folder, trainer.model).train()
 
-        PartialState(cpu=True)  # a machine without accelerators
-        plugin = DeepSpeedPlugin(hf_ds_config=hf_config(stage, gradient_clipping=CLIP))
-        self.accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=GAS)
-        model = seeded_llama()
-        optimizer = DummyOptim(model.parameters(), lr=LR)
-        schedule = transformers.get_linear_schedule_with_warmup
-        data = [(row["input_ids"], row["labels"]) for row in rows(even=True)]
-        self.engine, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            model,
-            optimizer,
-            torch.utils.data.DataLoader(data, batch_size=PER_DEVICE),
-            DummyScheduler(optimizer, lr_scheduler_callable=lambda o: schedule(o, 1, 4)),
-        )
 
-    def train(self, steps, first=0):
-        """The norms that `clip_grad_norm_` gives."""
-        norms = []
-        for i, (x, y) in enumerate(self.loader):
-            if not first <= i // GAS < first + steps:
-                continue
-            with self.accelerator.accumulate(self.engine):
-                self.accelerator.backward(self.engine(input_ids=x, labels=y).loss)
-                if self.accelerator.sync_gradients:
-                    held = self.engine.parameters()
-                    norms.append(self.accelerator.clip_grad_norm_(held, CLIP))
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-        return norms
+def test_deepspeed_initialize_bound_before_dmuon():
+    """The script does not get DeepSpeed's AdamW."""
+    (printed,) = run_fresh(BOUND_EARLY, 1)
+    assert "bound before `import dmuon`" in printed
+    assert "Call dmuon.zero.initialize(model=..., config=...)" in printed
+
+
+BOUND_EARLY = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+from deepspeed import initialize
+from tests.support.models import Net
+from tests.support.zero import deepspeed_ready, ds_config
+deepspeed_ready()
+try:
+    initialize(model=Net(), config=ds_config(1))
+except RuntimeError as error:
+    print(error)
+"""
 
 
 @by_stage

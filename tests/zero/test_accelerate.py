@@ -1,0 +1,105 @@
+"""Accelerate over DeepSpeed, with the JSON that turns dmuon on."""
+
+import pytest
+import torch
+
+from tests.support.hf import (
+    CLIP,
+    GAS,
+    LINEAR,
+    LR,
+    PER_DEVICE,
+    assert_as_one_process,
+    assert_equal,
+    hf_config,
+    hf_ready,
+    rows,
+    saved,
+    seeded_llama,
+)
+from tests.support.ranks import run_ranks
+from tests.support.zero import STAGES, weights
+
+for package in ("deepspeed", "transformers", "accelerate"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+by_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+@by_stage
+def test_accelerate(stage, tmp_path):
+    run_ranks(check_accelerate, 2, stage, str(tmp_path), limit_s=90)
+
+
+def check_accelerate(rank, world_size, stage, folder):
+    """The loop of its documentation: DummyOptim, DummyScheduler, accumulate, clip, save and load."""
+    run = AcceleratedRun(stage)
+    norms = run.train(2)
+    assert_as_one_process(run.engine, seeded_llama, LINEAR[:2], norms, even=True)
+    run.accelerator.save_state(folder)
+    middle = weights(run.engine)
+    run.train(2, first=2)
+    end = weights(run.engine)
+    for other in (run, AcceleratedRun(stage)):
+        other.accelerator.load_state(folder)
+        assert_equal(weights(other.engine), middle)
+        other.train(2, first=2)
+        assert_equal(weights(other.engine), end)
+    check_accelerates_saves(other, end, folder)
+
+
+def check_accelerates_saves(run, want, folder):
+    a, engine = run.accelerator, run.engine
+    state = a.get_state_dict(engine)
+    if a.is_main_process:
+        assert_equal(state, want)
+    bare = a.unwrap_model(engine)
+    assert bare is engine.module
+    bare.save_pretrained(
+        f"{folder}/bare",
+        is_main_process=a.is_main_process,
+        save_function=a.save,
+        state_dict=state,
+    )
+    a.save_model(engine, f"{folder}/whole")
+    a.wait_for_everyone()
+    for name in ("bare", "whole"):
+        assert_equal(saved(f"{folder}/{name}"), want)
+
+
+class AcceleratedRun:
+    def __init__(self, stage):
+        transformers = hf_ready()
+        from accelerate import Accelerator, DeepSpeedPlugin
+        from accelerate.state import PartialState
+        from accelerate.utils import DummyOptim, DummyScheduler
+
+        PartialState(cpu=True)  # a machine without accelerators
+        plugin = DeepSpeedPlugin(hf_ds_config=hf_config(stage, gradient_clipping=CLIP))
+        self.accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=GAS)
+        model = seeded_llama()
+        optimizer = DummyOptim(model.parameters(), lr=LR)
+        schedule = transformers.get_linear_schedule_with_warmup
+        data = [(row["input_ids"], row["labels"]) for row in rows(even=True)]
+        self.engine, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model,
+            optimizer,
+            torch.utils.data.DataLoader(data, batch_size=PER_DEVICE),
+            DummyScheduler(optimizer, lr_scheduler_callable=lambda o: schedule(o, 1, 4)),
+        )
+
+    def train(self, steps, first=0):
+        """The norms that `clip_grad_norm_` gives."""
+        norms = []
+        for i, (x, y) in enumerate(self.loader):
+            if not first <= i // GAS < first + steps:
+                continue
+            with self.accelerator.accumulate(self.engine):
+                self.accelerator.backward(self.engine(input_ids=x, labels=y).loss)
+                if self.accelerator.sync_gradients:
+                    held = self.engine.parameters()
+                    norms.append(self.accelerator.clip_grad_norm_(held, CLIP))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return norms
