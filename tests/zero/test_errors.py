@@ -122,6 +122,10 @@ def check_settings(rank, world_size):
         assert_refused(model, partial(initialize, model, config_with(*path, to=value)), *words)
     fp16 = ds_config(0, fp16={"enabled": True})
     assert_refused(model, partial(initialize, model, fp16), "fp16 at stage 0", "bf16")
+    divided = ds_config(3, gradient_predivide_factor=2.0, zero={"reduce_scatter": False})
+    assert_refused(
+        model, partial(initialize, model, divided), "gradient_predivide_factor at stage 3"
+    )
     config = ds_config(1)
     assert_refused(model, partial(initialize, model, config, mpu=object()), "mpu")
     train(initialize(model, ds_config(1))[0], 1)

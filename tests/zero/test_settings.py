@@ -25,7 +25,10 @@ SETTINGS = {
     "no_norm": ((1, 2), {"clip": 0.0, "zero": {"compute_grad_norm": False}}),
     "no_overflow_check": ((1, 2), {"bf16": {"enabled": True, "check_grad_overflow": False}}),
     # DeepSpeed refuses these two with reduce_scatter at stage 2.
-    "predivided": ((0, 1, 2), {"gradient_predivide_factor": 2.0, "zero": {"reduce_scatter": False}}),
+    "predivided": (
+        (0, 1, 2),
+        {"gradient_predivide_factor": 2.0, "zero": {"reduce_scatter": False}},
+    ),
     "prescaled": (STAGES, {"prescale_gradients": True, "zero": {"reduce_scatter": False}}),
     "communication_in_fp32": (STAGES, {"communication_data_type": "fp32", **BF16}),
     "communication_in_bf16": (STAGES, {"communication_data_type": "bf16"}),
