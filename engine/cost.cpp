@@ -4,14 +4,17 @@
 //
 //   direct  X X^T, A A and B X in each of k steps: k (4a + 2); symmetric: k (3a + 1).
 //   gram    X X^T once and Q X once: 4a (3a). Of s x s products the first step needs one (R R),
-//   each
-//           later step four (Q Z, R Z, Z R Z, R R): k steps need 4k - 3 of them, each 2 (1).
+//           each later step four (Q Z, R Z, Z R Z, R R): k steps need 4k - 3, each 2 (1).
 //           A restart applies Q to X and rebuilds the Gram matrix: 4a (3a) more, and it saves the
 //           three products that would carry Q and R over: -6 (-3).
 //
-// With a restart and k = 5, gram costs 8a + 28 and, symmetric, 6a + 14. Our kernels restart before
-// step 2 (counted from 0), so k <= 2 has none. Where the direct form costs less, near squares, the
-// Gram kernel runs it (kernels/newton_schulz.h).
+// Our kernels compute triangles and, from s = 128 on, restart after five steps only: 3a + 17 for k
+// = 5, and 6a + 14 below. torch's products (symmetric_products = false) are whole ones, with a
+// restart before step 2 counted from 0: 8a + 28. Where the direct form costs less, near squares,
+// the Gram kernel runs it (kernels/newton_schulz.h).
+//
+// Small products run at a lower rate, and there is work per element: packing, the norm, the result.
+// Both constants are fitted to `make bench-ns`, which prints what is left of the difference.
 #include <algorithm>
 
 #include "engine/plan.h"
@@ -19,15 +22,32 @@
 namespace dmuon {
 namespace {
 
-double direct_cost(double s, double l, double steps, bool symmetric) {
+double direct_flops(double s, double l, double steps, bool symmetric) {
   return steps * (symmetric ? 3 * s * s * l + s * s * s : 4 * s * s * l + 2 * s * s * s);
 }
 
-double gram_cost(double s, double l, double steps, bool symmetric) {
-  const double restarts = steps > 2 ? 1 : 0;
-  const double wide = (1 + restarts) * (symmetric ? 3 : 4);
-  const double square = (4 * steps - 3 - 3 * restarts) * (symmetric ? 1 : 2);
+int chains_of(double s, int steps, bool symmetric) {
+  if (symmetric && s >= 128) return (steps + 4) / 5;
+  return steps > 2 ? 2 : 1;
+}
+
+double gram_flops(double s, double l, int steps, bool symmetric) {
+  const double chains = chains_of(s, steps, symmetric);
+  const double wide = chains * (symmetric ? 3 : 4);
+  const double square = (4 * steps - 3 * chains) * (symmetric ? 1 : 2);
   return wide * s * s * l + square * s * s * s;
+}
+
+// As in kernels/cpu/recipe.cpp: of gram over direct, in time per operation.
+constexpr double kGramHandicap = 1.1;
+// A product of order s takes the time of one whose order is larger by this.
+constexpr double kOrderOffset = 40;
+// Operations in the time of one element's packing, norm and result.
+constexpr double kPerElement = 60;
+
+// A whole number, as `flops` is s^2 times one: sums of costs are exact in any order.
+double with_overheads(double flops, double s, double l) {
+  return s == 0 ? 0 : flops / s * (s + kOrderOffset) + kPerElement * s * l;
 }
 
 // AdamW has no products: it is bound by memory. In fp32 it reads weight, gradient and two moments
@@ -37,14 +57,22 @@ constexpr double kAdamwPerElement = 28 * 10;
 
 }  // namespace
 
+double newton_schulz_flops(const Matrix& matrix, const PlanPolicy& policy) {
+  const double s = static_cast<double>(std::min(matrix.rows, matrix.cols));
+  const double l = static_cast<double>(std::max(matrix.rows, matrix.cols));
+  const bool symmetric = policy.symmetric_products;
+  const double direct = direct_flops(s, l, policy.ns_steps, symmetric);
+  const double gram = gram_flops(s, l, policy.ns_steps, symmetric);
+  const bool cheaper = gram * (symmetric ? kGramHandicap : 1) < direct;
+  return static_cast<double>(matrix.batch) * (cheaper && !policy.direct ? gram : direct);
+}
+
 double newton_schulz_cost(const Matrix& matrix, const PlanPolicy& policy) {
   const double batch = static_cast<double>(matrix.batch);
   const double s = static_cast<double>(std::min(matrix.rows, matrix.cols));
   const double l = static_cast<double>(std::max(matrix.rows, matrix.cols));
   if (matrix.route == Route::adamw) return kAdamwPerElement * batch * s * l;
-  const double direct = direct_cost(s, l, policy.ns_steps, policy.symmetric_products);
-  if (policy.direct) return batch * direct;
-  return batch * std::min(direct, gram_cost(s, l, policy.ns_steps, policy.symmetric_products));
+  return batch * with_overheads(newton_schulz_flops(matrix, policy) / batch, s, l);
 }
 
 }  // namespace dmuon

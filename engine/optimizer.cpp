@@ -1,5 +1,6 @@
 #include "engine/optimizer.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -117,7 +118,11 @@ std::function<void()> Optimizer::update_unit(int unit, const std::vector<GroupSe
 }
 
 // What needs no other rank: the momentum and Newton-Schulz of matrices that are whole here, AdamW.
+// Several threads share a list of matrices better than one matrix.
 void Optimizer::update_locally(int unit, const std::vector<GroupSettings>& groups) {
+  const bool together = at::get_num_threads() > 1;
+  std::vector<Pending> list;
+  int64_t taken = 0;
   for (const Slot& slot : engine_->store(unit).slots()) {
     if (slot.shared || !slot.parameter.requires_grad()) continue;
     const at::Tensor gradient = owned_gradient(*engine_, slot.matrix);
@@ -125,11 +130,21 @@ void Optimizer::update_locally(int unit, const std::vector<GroupSettings>& group
     const GroupSettings& group = groups[groups_[slot.matrix]];
     if (engine_->plan().matrices[slot.matrix].route == Route::adamw) {
       update_adamw(slot.matrix, gradient, group);
-    } else {
-      apply(*engine_, config_.adjust_lr, slot.matrix, orthogonalised(slot.matrix, gradient, group),
-            group);
+      continue;
     }
+    list.push_back({slot.matrix, with_momentum(slot.matrix, gradient, group, taken), group});
+    taken += list.back().u.numel();
+    if (together) continue;
+    finish_locally(list);
+    taken = 0;
   }
+  finish_locally(list);
+}
+
+void Optimizer::finish_locally(std::vector<Pending>& list) {
+  orthogonalise(list);
+  for (const Pending& p : list) apply(*engine_, config_.adjust_lr, p.matrix, p.u, p.group);
+  list.clear();
 }
 
 // The TP owners' updates go to the ranks that hold the shards, beside the next Newton-Schulz. What
@@ -200,25 +215,41 @@ void Optimizer::finish_in_shards(const std::vector<GroupSettings>& groups) {
   sharded_units_.clear();
 }
 
-// Writes the momentum. What is returned is valid until the next call.
+// Writes the momentum. What is returned lies in the scratch memory from `offset` on.
 at::Tensor Optimizer::with_momentum(int matrix, const at::Tensor& gradient,
-                                    const GroupSettings& group) {
+                                    const GroupSettings& group, int64_t offset) {
   at::Tensor& momentum = state_[matrix].at("momentum_buffer");
-  at::Tensor input = scratch_.narrow(0, 0, momentum.numel()).view(momentum.sizes());
+  const int64_t end = offset + momentum.numel();
+  // What lies in the old one is kept alive by its views.
+  if (scratch_.numel() < end) scratch_ = at::empty({end}, scratch_.options());
+  at::Tensor input = scratch_.narrow(0, offset, momentum.numel()).view(momentum.sizes());
   momentum_update(momentum, gradient, group.momentum, config_.nesterov, input);
   return input;
 }
 
-// Momentum, then Newton-Schulz: of the whole matrix, in its sizes.
+void Optimizer::orthogonalise(const std::vector<Pending>& list) {
+  std::vector<NsJob> jobs;
+  for (const Pending& p : list) {
+    const Matrix& shape = engine_->plan().matrices[p.matrix];
+    const at::Tensor u = p.u.view({shape.batch, shape.rows, shape.cols});
+    jobs.push_back({u, u});
+    ++ns_per_matrix_[p.matrix];
+  }
+  newton_schulz(jobs, config_.newton_schulz, workspace_);
+  ns_calls_last_step_ += static_cast<int64_t>(list.size());
+}
+
+// Momentum, then Newton-Schulz, of the whole matrix: in memory of its own, since it travels beside
+// the next one's.
 at::Tensor Optimizer::orthogonalised(int matrix, const at::Tensor& gradient,
                                      const GroupSettings& group) {
-  const Matrix& shape = engine_->plan().matrices[matrix];
-  const at::Tensor input = with_momentum(matrix, gradient, group);
-  const at::Tensor orthogonal =
-      newton_schulz(input.view({shape.batch, shape.rows, shape.cols}), config_.newton_schulz);
-  ++ns_per_matrix_[matrix];
-  ++ns_calls_last_step_;
-  return orthogonal.view(input.sizes());
+  const at::Tensor own = with_momentum(matrix, gradient, group).clone();
+  orthogonalise({{matrix, own, group}});
+  return own;
+}
+
+int64_t Optimizer::ns_workspace_bytes() const {
+  return workspace_.bytes() + (scratch_.defined() ? static_cast<int64_t>(scratch_.nbytes()) : 0);
 }
 
 // `orthogonal`: what this rank holds of it.

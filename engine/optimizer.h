@@ -10,6 +10,7 @@
 #include "engine/agreement.h"
 #include "engine/engine.h"
 #include "engine/sharded_newton_schulz.h"
+#include "kernels/cpu/workspace.h"
 #include "kernels/momentum.h"
 #include "kernels/newton_schulz.h"
 
@@ -68,6 +69,9 @@ class Optimizer {
   int64_t ns_calls() const { return ns_calls_; }
   int64_t ns_calls_last_step() const { return ns_calls_last_step_; }
   const std::vector<int64_t>& ns_calls_per_matrix() const { return ns_per_matrix_; }
+  // Of host memory that Newton-Schulz keeps, its input included. Stays the same from the second
+  // step on.
+  int64_t ns_workspace_bytes() const;
   const OptimizerConfig& config() const { return config_; }
   const std::vector<int32_t>& in_shards() const { return in_shards_; }
 
@@ -79,6 +83,14 @@ class Optimizer {
   bool has_in_shards(int unit) const;  // any matrix of it, on any rank
   bool owns_any(int unit) const;
   std::function<void()> update_unit(int unit, const std::vector<GroupSettings>& groups);
+  // A matrix between its momentum and its update: in place, from u to the orthogonalised u.
+  struct Pending {
+    int matrix;
+    at::Tensor u;
+    const GroupSettings& group;
+  };
+  void orthogonalise(const std::vector<Pending>& list);
+  void finish_locally(std::vector<Pending>& list);
   at::Tensor orthogonalised(int matrix, const at::Tensor& gradient, const GroupSettings& group);
   static void apply(Engine& engine, AdjustLr adjust, int matrix, const at::Tensor& orthogonal,
                     const GroupSettings& group);
@@ -86,7 +98,8 @@ class Optimizer {
   std::function<void()> scatter(int unit, const std::vector<GroupSettings>& groups);
   void start_in_shards(const std::vector<GroupSettings>& groups);
   void finish_in_shards(const std::vector<GroupSettings>& groups);
-  at::Tensor with_momentum(int matrix, const at::Tensor& gradient, const GroupSettings& group);
+  at::Tensor with_momentum(int matrix, const at::Tensor& gradient, const GroupSettings& group,
+                           int64_t offset = 0);
   void update_all(const std::vector<GroupSettings>& groups);
   void allocate_state(int matrix);
   void update_adamw(int matrix, const at::Tensor& gradient, const GroupSettings& group);
@@ -95,7 +108,8 @@ class Optimizer {
   OptimizerConfig config_;
   std::vector<int32_t> groups_;
   std::vector<std::map<std::string, at::Tensor>> state_;
-  at::Tensor scratch_;  // the Newton-Schulz input of one matrix at a time
+  at::Tensor scratch_;  // Newton-Schulz input: of one matrix, with several threads of a unit's
+  NsWorkspace workspace_;
   std::vector<int32_t> in_shards_;
   // Of this step: the units with matrices in shards, as `order` has them.
   std::vector<std::pair<int, std::unique_ptr<ShardedNewtonSchulz>>> sharded_units_;

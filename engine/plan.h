@@ -61,13 +61,17 @@ struct PlanPolicy {
   int64_t memory_limit_bytes = 0;
   bool pack = true;  // one transfer per (unit, owner); false: one per matrix
   int ns_steps = 5;
-  bool symmetric_products = false;  // what our kernels exploit: sets the cost model's constants
-  bool direct = false;              // ns_backend="direct": the direct iteration, not gram
+  bool symmetric_products = true;  // as our kernels on the CPU; false: as torch's products
+  bool direct = false;             // ns_backend="direct": the direct iteration, not gram
 };
 
-// Floating-point operations of one Newton-Schulz of this matrix with our kernels, one multiply-add
-// counting as two; on the adamw route, the operations that fit into the time of its AdamW step. The
-// source of the formulas stands in cost.cpp.
+// Floating-point operations of one Newton-Schulz of this matrix, one multiply-add counting as two.
+// The source of the formulas stands in cost.cpp.
+double newton_schulz_flops(const Matrix& matrix, const PlanPolicy& policy);
+
+// What owners are balanced by: the operations of a large product that take as long. On the adamw
+// route, those that fit into the time of its AdamW step. Constants, the same on every rank whatever
+// its processor, and whole numbers.
 double newton_schulz_cost(const Matrix& matrix, const PlanPolicy& policy);
 
 // The unit's matrices of one owner: adjacent in the unit's buffers.

@@ -109,9 +109,10 @@ void Chain::extend_product(double a) {
   std::swap(q_, spare_);
 }
 
-std::vector<int> chain_bounds(const NewtonSchulz& options) {
+std::vector<int> chain_bounds(const NewtonSchulz& options, const std::vector<int>& open) {
   constexpr int kLongestChain = 5;
-  const std::set<int> restarts(options.restarts.begin(), options.restarts.end());
+  const std::vector<int>& asked = options.restarts ? *options.restarts : open;
+  const std::set<int> restarts(asked.begin(), asked.end());
   std::vector<int> bounds = {0};
   for (int step = 1; step < options.steps; ++step) {
     if (restarts.contains(step) || step - bounds.back() == kLongestChain) bounds.push_back(step);

@@ -65,8 +65,8 @@ class Chain {
 
 // The steps before which the Gram matrix is built, in order, and last the number of steps: chain i
 // takes steps [bounds[i], bounds[i + 1]). They are 0, the restarts, and where a chain would run on
-// for too long.
-std::vector<int> chain_bounds(const NewtonSchulz& options);
+// for too long. `open`: the restarts where the options leave them open.
+std::vector<int> chain_bounds(const NewtonSchulz& options, const std::vector<int>& open);
 
 // out = beta c + alpha a b
 void multiply_add(at::Tensor& out, double beta, const at::Tensor& c, double alpha,

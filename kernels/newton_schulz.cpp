@@ -1,59 +1,38 @@
 #include "kernels/newton_schulz.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "kernels/checks.h"
+#include "kernels/cpu/list.h"
 #include "kernels/error.h"
-#include "kernels/iterate.h"
-#include "kernels/normalise.h"
+#include "kernels/newton_schulz_mm.h"
 
 namespace dmuon {
 namespace {
-
-void run_direct(Iterate& iterate, const NewtonSchulz& options) {
-  at::Tensor gram = iterate.square(iterate.dtype()), z = iterate.square(iterate.dtype());
-  for (int step = 0; step < options.steps; ++step) {
-    const auto& [a, b, c] = options.coefficients.row(step);
-    iterate.gram(gram);
-    multiply_add(z, b, gram, c, gram, gram);
-    iterate.apply(a, z);
-  }
-}
-
-void run_gram(Iterate& iterate, const NewtonSchulz& options) {
-  const std::vector<int> bounds = chain_bounds(options);
-  Chain chain(iterate.square(at::kFloat));
-  for (size_t i = 0; i + 1 < bounds.size(); ++i) {
-    iterate.gram(chain.gram());
-    chain.run(options.coefficients, bounds[i], bounds[i + 1]);
-    iterate.apply(chain.product());
-  }
-}
-
-// FLOPs in units of short^3, a bfloat16 product counting half; the chain is float32 in either case.
-bool gram_is_cheaper(int64_t rows, int64_t cols, const NewtonSchulz& options) {
-  const double aspect = static_cast<double>(std::max(rows, cols)) / std::min(rows, cols);
-  const double weight = options.dtype == NsDtype::bfloat16 ? 0.5 : 1;
-  const double steps = options.steps;
-  const double chains = chain_bounds(options).size() - 1;
-  const double direct = weight * steps * (4 * aspect + 2);
-  const double gram = chains * (1 + weight) * 2 * aspect + 8 * steps - 6 * chains;
-  return gram < direct;
-}
-
-NsAlgorithm algorithm_for(int64_t rows, int64_t cols, const NewtonSchulz& options) {
-  const bool gram = options.algorithm == NsAlgorithm::gram && gram_is_cheaper(rows, cols, options);
-  return gram ? NsAlgorithm::gram : NsAlgorithm::direct;
-}
 
 void require_restart_inside(int restart, int steps) {
   if (restart >= 1 && restart < steps) return;
   throw ConfigError(message("Newton-Schulz has a restart before step ", restart, " of ", steps,
                             "; restarts lie in [1, steps). Drop it, or take more steps."));
+}
+
+void require_fits(const NsJob& job) {
+  require_matrices(job.in);
+  const at::ScalarType dtype = job.out.scalar_type();
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  if (known && job.out.is_contiguous() && job.out.sizes() == job.in.sizes() &&
+      job.out.device() == job.in.device()) {
+    return;
+  }
+  throw ConfigError(message("Newton-Schulz got an out of sizes ", job.out.sizes(), ", dtype ",
+                            dtype, " on ", job.out.device(), " for an in of sizes ", job.in.sizes(),
+                            " on ", job.in.device(),
+                            "; it takes a contiguous float32, bfloat16 or "
+                            "float16 tensor of the same sizes there."));
 }
 
 }  // namespace
@@ -77,34 +56,40 @@ void NewtonSchulz::validate() const {
     throw ConfigError(message("The coefficient set '", coefficients.name,
                               "' has no rows; give at least one (a, b, c)."));
   }
-  if (algorithm != NsAlgorithm::gram) return;
-  for (int restart : restarts) require_restart_inside(restart, steps);
+  require_tame(coefficients, steps);
+  if (algorithm != NsAlgorithm::gram || !restarts) return;
+  for (int restart : *restarts) require_restart_inside(restart, steps);
 }
 
 at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
-  options.validate();
   require_matrices(x);
+  const at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+  NsWorkspace workspace;
+  newton_schulz({{x, out}}, options, workspace);
+  return out;
+}
+
+void newton_schulz(const std::vector<NsJob>& jobs, const NewtonSchulz& options,
+                   NsWorkspace& workspace) {
+  options.validate();
   const at::NoGradGuard no_grad;
-  if (x.numel() == 0) return at::zeros(x.sizes(), x.options().dtype(at::kFloat));
-  const bool single = x.dim() == 2 || x.size(0) == 1;
-  const bool bfloat16 = options.dtype == NsDtype::bfloat16;
-  at::Tensor unit = normalised(single && x.dim() == 3 ? x.squeeze(0) : x);
-  const GramSide shorter = x.size(-2) > x.size(-1) ? GramSide::cols : GramSide::rows;
-  Iterate iterate(bfloat16 ? unit.to(at::kBFloat16) : std::move(unit), shorter);
-  if (algorithm_for(x.size(-2), x.size(-1), options) == NsAlgorithm::gram) {
-    run_gram(iterate, options);
-  } else {
-    run_direct(iterate, options);
+  std::vector<NsJob> on_cpu;
+  for (const NsJob& job : jobs) {
+    require_fits(job);
+    if (job.in.numel() == 0) continue;
+    if (job.in.is_cpu()) {
+      on_cpu.push_back(job);
+    } else {
+      job.out.copy_(newton_schulz_mm(job.in, options));
+    }
   }
-  return iterate.x().to(at::kFloat).view(x.sizes());
+  cpu::newton_schulz_list(on_cpu, options, workspace);
 }
 
 std::string newton_schulz_kernel(int64_t batch, int64_t rows, int64_t cols,
                                  const NewtonSchulz& options) {
   if (batch * rows * cols == 0) return "none";
-  const bool gram = algorithm_for(rows, cols, options) == NsAlgorithm::gram;
-  return message(gram ? "gram/" : "direct/", batch == 1 ? "mm/" : "bmm/",
-                 options.dtype == NsDtype::bfloat16 ? "bfloat16" : "float32");
+  return cpu::newton_schulz_name(batch, rows, cols, options);
 }
 
 }  // namespace dmuon

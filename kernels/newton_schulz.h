@@ -3,10 +3,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace dmuon {
+
+class NsWorkspace;  // kernels/cpu/workspace.h
 
 // One step maps X to a X + (b A + c A A) X with A = X X^T.
 using CoefficientRow = std::array<double, 3>;
@@ -26,25 +29,30 @@ const CoefficientSet& you_coefficients();
 const CoefficientSet& jordan_coefficients();
 
 // gram iterates on X X^T and visits X once per restart; it falls back to direct, the same
-// polynomial, where that costs no more FLOPs: below an aspect ratio of about 1.5 in float32, 5.7 in
-// bfloat16 (for five steps and one restart). newton_schulz_kernel names what runs.
+// polynomial, where that takes no longer: near squares. newton_schulz_kernel names what runs.
 enum class NsAlgorithm { gram, direct };
 
 // automatic: float32. Iterating in float16 on devices that are fast and accurate there may come.
-// bfloat16 is the precision of X and of the products with it; gram keeps its short x short matrices
-// in float32, where a bfloat16 chain diverges.
+// bfloat16 allows X and the products with it to be rounded to bfloat16, where that is faster on
+// this machine; gram keeps its short x short matrices in float32, where a bfloat16 chain diverges.
 enum class NsDtype { automatic, float32, bfloat16 };
 
 struct NewtonSchulz {
   NsAlgorithm algorithm = NsAlgorithm::gram;
   CoefficientSet coefficients = polar_express_coefficients();
   int steps = 5;
-  // gram: steps before which X is applied and the Gram matrix rebuilt. One more comes by itself
-  // after five steps without: rounding grows with every step of a chain, and a long one diverges.
-  std::vector<int> restarts = {2};
+  // gram: steps before which X is applied and the Gram matrix rebuilt. A restart costs two passes
+  // over X and makes the result more accurate. One more comes by itself after five steps without:
+  // rounding grows with every step of a chain, and a long one diverges. nullopt leaves them to the
+  // kernel, which makes one before the third step, but none in float32 on the CPU where the short
+  // dim is 128 or more: relative error 1e-5 on random matrices, 1e-3 on ill-conditioned ones, 3e-3
+  // on the cruellest measured; with the restart 5e-5.
+  std::optional<std::vector<int>> restarts;
   NsDtype dtype = NsDtype::automatic;
 
-  // Throws ConfigError: steps < 1, no coefficients, gram with a restart outside [1, steps).
+  // Throws ConfigError: steps < 1, no coefficients, gram with a restart outside [1, steps), and
+  // coefficients that make singular values negative or larger than 1.5: those up to 1.005 of the
+  // Frobenius norm, half a percent being what 16-bit rounding may add.
   void validate() const;
 };
 
@@ -56,11 +64,26 @@ struct NewtonSchulz {
 // ConfigError for other dims or dtypes.
 at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options);
 
+// One of a list: out = newton_schulz(in), of in's sizes, contiguous, float32, bfloat16 or float16,
+// on in's device. It may be `in` itself, if that is contiguous.
+struct NsJob {
+  at::Tensor in;
+  at::Tensor out;
+};
+
+// All of an owner's matrices in one call: with several threads (at::get_num_threads) one matrix
+// after the other, shared by all, or several side by side, whichever ends first. The bits of a
+// matrix depend neither on the threads nor on its neighbours. On the CPU nothing is allocated while
+// shapes stay what they were, but for float64, for strides without a 1 and for norms beyond 2^100.
+void newton_schulz(const std::vector<NsJob>& jobs, const NewtonSchulz& options,
+                   NsWorkspace& workspace);
+
 // The plain reference: the direct iteration, one matrix after the other, in x's own dtype, which is
 // also that of the result: float64 where x is float64. Slow; the tests' oracle.
 at::Tensor newton_schulz_reference(const at::Tensor& x, const NewtonSchulz& options);
 
-// What runs for this shape on this machine, e.g. "gram/mm/float32".
+// What runs for this shape on this machine, e.g. "gram/avx512/float32"; "gram/mm/float32" where the
+// machine's own kernels have failed their check on first use (kernels/cpu/self_check.h).
 std::string newton_schulz_kernel(int64_t batch, int64_t rows, int64_t cols,
                                  const NewtonSchulz& options);
 

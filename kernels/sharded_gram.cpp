@@ -56,6 +56,8 @@ std::vector<Message> messages(const std::vector<at::Tensor>& payloads, int64_t b
   return out;
 }
 
+std::vector<int> bounds_of(const NewtonSchulz& options) { return chain_bounds(options, {2}); }
+
 int64_t batch_of(at::IntArrayRef sizes) { return sizes.size() == 3 ? sizes[0] : 1; }
 
 at::ScalarType dtype_of_x(const NewtonSchulz& options) {
@@ -106,7 +108,7 @@ at::Tensor normalise(at::Tensor& gram) {
 }  // namespace
 
 int sharded_gram_rounds(const NewtonSchulz& options) {
-  return static_cast<int>(chain_bounds(options).size()) - 1;
+  return static_cast<int>(bounds_of(options).size()) - 1;
 }
 
 GramShard::GramShard(const at::Tensor& shard, CutDim cut, const NewtonSchulz& options)
@@ -151,7 +153,7 @@ GramOwner::GramOwner(int64_t batch, int64_t order, const NewtonSchulz& options, 
     : batch_(batch),
       order_(order),
       coefficients_(options.coefficients),
-      bounds_(chain_bounds(options)),
+      bounds_(bounds_of(options)),
       chain_(at::empty(batched(batch, {order, order}), at::dtype(at::kFloat).device(device))) {
   options.validate();
 }

@@ -46,7 +46,8 @@ struct Scaled;  // kernels/exponent.h
 
 enum class CutDim { rows, cols };
 
-// One more than the restarts that newton_schulz makes, its own after five steps included.
+// One more than the restarts, that after five steps included. Restarts left open are one, before
+// the third step: where the short dim is cut, the Gram matrix has a null space (see Accuracy).
 // options.algorithm is not looked at here or below: this is always the Gram form.
 int sharded_gram_rounds(const NewtonSchulz& options);
 

@@ -197,7 +197,6 @@ void DistributedMuon::make_optimizers() {
                          .nonfinite = options_.nonfinite,
                          .publish_async = options_.publish_async};
   config.newton_schulz.steps = options_.ns_steps;
-  std::erase_if(config.newton_schulz.restarts, [&](int at) { return at >= options_.ns_steps; });
   optimizer_ = std::make_unique<Optimizer>(
       engine_, config, std::vector<int32_t>(engine_->plan().matrices.size(), 0));
   adamw_ = std::make_unique<torch::optim::AdamW>(symmetric_);

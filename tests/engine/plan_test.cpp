@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <random>
@@ -61,33 +62,59 @@ void expect_config_error(std::vector<Matrix> matrices, const Mesh& mesh, const P
   }
 }
 
-TEST(NewtonSchulzCost, IsThatOfGramWithOneRestart) {
-  const Matrix m = matrix("w", 100, 30);
-  EXPECT_EQ(newton_schulz_cost(m, {}), 8.0 * 30 * 30 * 100 + 28.0 * 30 * 30 * 30);
-  EXPECT_EQ(newton_schulz_cost(m, {.symmetric_products = true}),
-            6.0 * 30 * 30 * 100 + 14.0 * 30 * 30 * 30);
+constexpr PlanPolicy kWholeProducts{.symmetric_products = false};
+
+TEST(NewtonSchulzFlops, AreThoseOfGramOnTriangles) {
+  const Matrix m = matrix("w", 1000, 300), small = matrix("w", 100, 30);
+  EXPECT_EQ(newton_schulz_flops(m, {}), 3.0 * 300 * 300 * 1000 + 17.0 * 300 * 300 * 300);
+  EXPECT_EQ(newton_schulz_flops(small, {}), 6.0 * 30 * 30 * 100 + 14.0 * 30 * 30 * 30);
+  EXPECT_EQ(newton_schulz_flops(small, kWholeProducts), 8.0 * 30 * 30 * 100 + 28.0 * 30 * 30 * 30);
 }
 
-TEST(NewtonSchulzCost, CountsTheProductsOfOtherStepNumbers) {
-  const Matrix wide = matrix("w", 10, 100);  // X X^T and Q X: 20,000 operations each, R R: 2,000
-  // One step: X X^T, R R, Q X. Two: four more of Z and R. Three: a restart, and three fewer.
-  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 1}), 2 * 20000 + 2000);
-  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 2}), 2 * 20000 + 5 * 2000);
-  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 3}), 4 * 20000 + 6 * 2000);
-  EXPECT_EQ(newton_schulz_cost(wide, {.ns_steps = 3, .symmetric_products = true}),
-            6 * 10000 + 6 * 1000);
+TEST(NewtonSchulzFlops, CountTheProductsOfOtherStepNumbers) {
+  const Matrix wide = matrix("w", 200, 1000);  // X X^T: 4e7 operations, Q X twice that, R R: 8e6
+  // One step: X X^T, R R, Q X. Each later one: four more of Z and R. After five: a restart, and
+  // one of the four.
+  EXPECT_EQ(newton_schulz_flops(wide, {.ns_steps = 1}), 12e7 + 8e6);
+  EXPECT_EQ(newton_schulz_flops(wide, {.ns_steps = 2}), 12e7 + 5 * 8e6);
+  EXPECT_EQ(newton_schulz_flops(wide, {.ns_steps = 5}), 12e7 + 17 * 8e6);
+  EXPECT_EQ(newton_schulz_flops(wide, {.ns_steps = 6}), 2 * 12e7 + 18 * 8e6);
 }
 
-TEST(NewtonSchulzCost, IsThatOfTheDirectIterationWhereThatCostsLess) {
-  const Matrix square = matrix("w", 10, 10);
-  EXPECT_EQ(newton_schulz_cost(square, {}), newton_schulz_cost(square, {.direct = true}));
+TEST(NewtonSchulzFlops, OfWholeProductsRestartBeforeTheThirdStep) {
+  const Matrix wide = matrix("w", 10, 100);
+  PlanPolicy policy = kWholeProducts;
+  policy.ns_steps = 2;
+  EXPECT_EQ(newton_schulz_flops(wide, policy), 2 * 20000 + 5 * 2000);
+  policy.ns_steps = 3;
+  EXPECT_EQ(newton_schulz_flops(wide, policy), 4 * 20000 + 6 * 2000);
 }
 
-TEST(NewtonSchulzCost, IsThatOfTheDirectIteration) {
-  const Matrix m = matrix("w", 10, 20);
-  EXPECT_EQ(newton_schulz_cost(m, {.direct = true}), 5 * (4.0 * 2000 + 2.0 * 1000));
-  EXPECT_EQ(newton_schulz_cost(m, {.symmetric_products = true, .direct = true}),
-            5 * (3.0 * 2000 + 1000));
+TEST(NewtonSchulzFlops, AreThoseOfTheDirectIterationWhereThatCostsLess) {
+  const Matrix square = matrix("w", 10, 10), m = matrix("w", 10, 20);
+  EXPECT_EQ(newton_schulz_flops(square, {}), newton_schulz_flops(square, {.direct = true}));
+  EXPECT_EQ(newton_schulz_flops(m, {.direct = true}), 5 * (3.0 * 2000 + 1000));
+  EXPECT_EQ(newton_schulz_flops(m, {.symmetric_products = false, .direct = true}),
+            5 * (4.0 * 2000 + 2.0 * 1000));
+}
+
+TEST(NewtonSchulzCost, ExceedsTheFlopsByLessTheLargerTheMatrix) {
+  double before = 100;
+  for (int64_t order : {8, 64, 512, 4096}) {
+    const Matrix m = matrix("w", order, 4 * order);
+    const double excess = newton_schulz_cost(m, {}) / newton_schulz_flops(m, {}) - 1;
+    EXPECT_GT(excess, 0) << order;
+    EXPECT_LT(excess, before) << order;
+    before = excess;
+  }
+  EXPECT_LT(before, 0.02);
+}
+
+TEST(NewtonSchulzCost, IsAWholeNumber) {
+  for (auto [rows, cols] : {std::pair{7, 90}, {129, 130}, {1, 1}, {4096, 14336}}) {
+    const double cost = newton_schulz_cost(matrix("w", rows, cols), {});
+    EXPECT_EQ(cost, std::round(cost)) << rows;
+  }
 }
 
 TEST(NewtonSchulzCost, DoesNotDependOnOrientationAndGrowsWithTheBatch) {
@@ -110,7 +137,7 @@ TEST(NewtonSchulzCost, IsLinearInTheElementsOnTheAdamwRoute) {
   EXPECT_GT(cost, 0);
   m.rows *= 3;
   EXPECT_EQ(newton_schulz_cost(m, {}), 3 * cost);
-  EXPECT_EQ(newton_schulz_cost(m, {.ns_steps = 9, .symmetric_products = true}), 3 * cost);
+  EXPECT_EQ(newton_schulz_cost(m, {.ns_steps = 9, .symmetric_products = false}), 3 * cost);
 }
 
 TEST(Plan, IsTheSameForEveryOrderOfTheMatrices) {
@@ -211,14 +238,14 @@ TEST(Plan, FindsNames) {
 TEST(Plan, ReportsItsLoads) {
   const std::vector<Matrix> list = {matrix("a", 10, 10), matrix("b", 10, 10), matrix("c", 20, 20)};
   const OwnershipPlan plan = make_plan(list, {.shard = 4}, {});
-  const double unit = 30 * 1000;
-  EXPECT_THAT(plan.costs, ElementsAre(unit, unit, 8 * unit));
-  EXPECT_THAT(plan.loads(), ElementsAre(8 * unit, unit, unit, 0));
+  const double small = newton_schulz_cost(list[0], {}), large = newton_schulz_cost(list[2], {});
+  EXPECT_THAT(plan.costs, ElementsAre(small, small, large));
+  EXPECT_THAT(plan.loads(), ElementsAre(large, small, small, 0));
   EXPECT_THAT(plan.state_bytes(), ElementsAre(3200, 800, 800, 0));
-  EXPECT_EQ(plan.report.max_load, 8 * unit);
-  EXPECT_EQ(plan.report.mean_load, 10 * unit / 4);
-  EXPECT_EQ(plan.report.w_star, 10.0 / 8);
-  EXPECT_EQ(plan.report.lower_bound, 8 * unit);
+  EXPECT_EQ(plan.report.max_load, large);
+  EXPECT_EQ(plan.report.mean_load, (large + 2 * small) / 4);
+  EXPECT_EQ(plan.report.w_star, (large + 2 * small) / large);
+  EXPECT_EQ(plan.report.lower_bound, large);
   EXPECT_EQ(plan.report.max_state_bytes, 3200);
 }
 
@@ -302,7 +329,7 @@ TEST(PlanDigest, SeesEveryField) {
       {"memory limit", {.memory_limit_bytes = 1'000'000}},
       {"pack", {.pack = false}},
       {"ns_steps", {.ns_steps = 6}},
-      {"symmetric products", {.symmetric_products = true}},
+      {"symmetric products", {.symmetric_products = false}},
       {"direct", {.direct = true}}};
   for (const auto& [what, policy] : policies) expect_new(make_plan(list, mesh, policy), what);
   std::vector<Matrix> shorter(list.begin(), list.end() - 1);

@@ -3,14 +3,18 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/error.h"
 #include "tests/kernels/matrices.h"
 
 namespace dmuon {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::DoubleEq;
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::SizeIs;
+using ::testing::ThrowsMessage;
 
 struct Range {
   double low, high;
@@ -69,6 +73,31 @@ TEST(Coefficients, NeverFlipASign) {
   for (const CoefficientSet* set :
        {&polar_express_coefficients(), &you_coefficients(), &jordan_coefficients()}) {
     EXPECT_GT(range_of(*set, 1e-8).low, 0) << set->name;
+  }
+}
+
+// Published sets that turn a direction round, or blow up one that is the whole matrix.
+TEST(Coefficients, ThatFlipASignOrBlowUpAreRefused) {
+  NewtonSchulz options;
+  options.coefficients = {"aol",
+                          {{4.0098, -7.0585, 2.4635},
+                           {3.4585, -5.5479, 2.5959},
+                           {2.7573, -3.2939, 1.4254},
+                           {2.7215, -3.0494, 1.3169}}};
+  EXPECT_THAT([&] { options.validate(); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("'aol'"), HasSubstr("within [0, 1.5]"))));
+  options.coefficients = {"too steep", {{10, -1, 0}}};
+  EXPECT_THAT([&] { options.validate(); }, ThrowsMessage<ConfigError>(HasSubstr("'too steep'")));
+}
+
+TEST(Coefficients, OfOursAreAcceptedForAnyNumberOfSteps) {
+  for (const CoefficientSet* set :
+       {&polar_express_coefficients(), &you_coefficients(), &jordan_coefficients()}) {
+    NewtonSchulz options;
+    options.coefficients = *set;
+    for (options.steps = 1; options.steps <= 20; ++options.steps) {
+      EXPECT_NO_THROW(options.validate()) << set->name << ", " << options.steps;
+    }
   }
 }
 

@@ -36,7 +36,7 @@ TEST(Reference, FollowsEachSetPastItsEnd) {
     options.coefficients = *set;
     for (int steps : {1, 2, 4, 7, 11}) {
       options.steps = steps;
-      options.restarts = {};
+      options.restarts = std::vector<int>{};
       const at::Tensor x = with_spectrum(falling(12, 1), 12, 20);
       EXPECT_LT(distance(newton_schulz_reference(x, options), by_svd(x, options)), 1e-11)
           << set->name << ", " << steps << " steps";
@@ -58,6 +58,7 @@ TEST(NewtonSchulz, AgreesWithTheReferenceOnEverySpectrum) {
     for (NsAlgorithm algorithm : {NsAlgorithm::gram, NsAlgorithm::direct}) {
       NewtonSchulz options = with(algorithm);
       options.coefficients = *set;
+      options.restarts = std::vector{2};
       for (const auto& [name, x] : matrix_zoo(32, 128)) {
         const at::Tensor x32 = float32(x);
         EXPECT_LT(distance(newton_schulz(x32, options), exact(x32, options)), kTolerance)
@@ -67,14 +68,11 @@ TEST(NewtonSchulz, AgreesWithTheReferenceOnEverySpectrum) {
   }
 }
 
-// The worst measured, one large singular value over a flat tail at 256 x 1024, is 3e-3; with the
-// default restart it is 2e-4.
-TEST(NewtonSchulz, WithoutRestartErrsByLessThanFivePerMille) {
-  NewtonSchulz options;
-  options.restarts = {};
-  for (const auto& [name, x] : matrix_zoo(32, 128)) {
+// What the kernel makes of restarts that are left open: none from 128 on.
+TEST(NewtonSchulz, LeftToItselfErrsByLessThanFivePerMille) {
+  for (const auto& [name, x] : matrix_zoo(130, 300)) {
     const at::Tensor x32 = float32(x);
-    EXPECT_LT(distance(newton_schulz(x32, options), exact(x32, options)), 5e-3) << name;
+    EXPECT_LT(distance(newton_schulz(x32, {}), exact(x32)), 5e-3) << name;
   }
 }
 
@@ -84,6 +82,7 @@ TEST(NewtonSchulz, StaysInRangeHoweverManyTheSteps) {
   for (const CoefficientSet* set : kSets) {
     NewtonSchulz options;
     options.coefficients = *set;
+    options.restarts = std::vector{2};
     for (int steps : {3, 6, 8, 12, 20}) {
       options.steps = steps;
       const at::Tensor kind = float32(with_spectrum(falling(32, 3), 32, 128));

@@ -75,7 +75,7 @@ TEST(ShardedGramInput, SpreadsNonFiniteInputOverItsOwnMatrixOnAllRanks) {
        {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity(),
         -std::numeric_limits<double>::infinity()}) {
     for (int steps : {1, 2, 5}) {
-      const NewtonSchulz options{.steps = steps, .restarts = {}};
+      const NewtonSchulz options{.steps = steps, .restarts = std::vector<int>{}};
       at::Tensor batch = float32(random_matrix({3, 8, 32}));
       batch[1].slice(1, 20).zero_();
       batch[1][2][3] = bad;

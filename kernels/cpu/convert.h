@@ -1,0 +1,42 @@
+// Elements of the caller's dtype, float32, bfloat16 or float16, to float32 and back.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/tile.h"
+
+namespace dmuon::cpu {
+
+inline const void* element(const void* data, at::ScalarType dtype, int64_t index) {
+  return static_cast<const char*>(data) + index * (dtype == at::kFloat ? 4 : 2);
+}
+inline void* element(void* data, at::ScalarType dtype, int64_t index) {
+  return static_cast<char*>(data) + index * (dtype == at::kFloat ? 4 : 2);
+}
+
+// `from` points at the first element.
+inline void to_float32(const Conversions& convert, const void* from, at::ScalarType dtype,
+                       float* to, int64_t n) {
+  if (dtype == at::kFloat) {
+    std::memcpy(to, from, n * sizeof(float));
+  } else if (dtype == at::kBFloat16) {
+    convert.widen_bfloat16(static_cast<const uint16_t*>(from), to, n);
+  } else {
+    convert.widen_float16(static_cast<const uint16_t*>(from), to, n);
+  }
+}
+
+inline void from_float32(const Conversions& convert, const float* from, void* to,
+                         at::ScalarType dtype, int64_t n) {
+  if (dtype == at::kFloat) {
+    std::memcpy(to, from, n * sizeof(float));
+  } else if (dtype == at::kBFloat16) {
+    convert.narrow_to_bfloat16(from, static_cast<uint16_t*>(to), n);
+  } else {
+    convert.narrow_to_float16(from, static_cast<uint16_t*>(to), n);
+  }
+}
+
+}  // namespace dmuon::cpu

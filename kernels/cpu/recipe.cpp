@@ -1,0 +1,55 @@
+#include "kernels/cpu/recipe.h"
+
+#include <algorithm>
+
+#include "kernels/cpu/tile.h"
+#include "kernels/error.h"
+#include "kernels/iterate.h"
+
+namespace dmuon::cpu {
+namespace {
+
+// Of gram over direct, in time per FLOP.
+constexpr double kGramHandicap = 1.1;
+
+// Without a restart the rounding of the first steps grows by the polynomial's slope at zero: 1e-3
+// of the result where singular values spread, up to 1e-2 in small matrices, which have no time to
+// win.
+std::vector<int> open_restarts(int64_t order, bool bfloat16) {
+  constexpr int64_t kFromHereNone = 128;
+  return bfloat16 || order < kFromHereNone ? std::vector{2} : std::vector<int>{};
+}
+
+double gram_flops(double s, double l, double steps, double chains) {
+  return s * s * (chains * 3 * l + (4 * steps - 3 * chains) * s);
+}
+
+double direct_flops(double s, double l, double steps) { return s * s * steps * (3 * l + s); }
+
+}  // namespace
+
+double true_flops(const Recipe& recipe, int64_t rows, int64_t cols) {
+  const auto s = static_cast<double>(std::min(rows, cols));
+  const auto l = static_cast<double>(std::max(rows, cols));
+  if (recipe.form == NsAlgorithm::direct) return direct_flops(s, l, recipe.steps);
+  return gram_flops(s, l, recipe.steps, static_cast<double>(recipe.bounds.size()) - 1);
+}
+
+Recipe recipe_for(int64_t rows, int64_t cols, const NewtonSchulz& options) {
+  Recipe recipe{.isa = active_isa(), .steps = options.steps, .coefficients = options.coefficients};
+  recipe.bfloat16 =
+      options.dtype == NsDtype::bfloat16 && tile_kernels(recipe.isa).multiply_pairs[0] != nullptr;
+  recipe.bounds = chain_bounds(options, open_restarts(std::min(rows, cols), recipe.bfloat16));
+  if (options.algorithm == NsAlgorithm::direct) return recipe;
+  Recipe gram = recipe;
+  gram.form = NsAlgorithm::gram;
+  const double cost = kGramHandicap * true_flops(gram, rows, cols);
+  return cost < true_flops(recipe, rows, cols) ? gram : recipe;
+}
+
+std::string recipe_name(const Recipe& recipe) {
+  return message(recipe.form == NsAlgorithm::gram ? "gram/" : "direct/", isa_name(recipe.isa),
+                 recipe.bfloat16 ? "/bfloat16" : "/float32");
+}
+
+}  // namespace dmuon::cpu

@@ -1,0 +1,138 @@
+#include "kernels/cpu/threads.h"
+
+#include <ATen/Parallel.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+namespace dmuon::cpu {
+namespace {
+
+using Call = void (*)(const void*, int64_t, int);
+
+thread_local bool inside_task = false;
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Longer than the gap between two products, shorter than a time slice by far: with more threads
+// than cores the others get the core.
+template <class T>
+void wait_for_change(const std::atomic<T>& value, T old) {
+  constexpr int kSpins = 400;
+  for (int i = 0; i < kSpins; ++i) {
+    if (value.load(std::memory_order_acquire) != old) return;
+    pause();
+  }
+  value.wait(old, std::memory_order_acquire);
+}
+
+// What is left of a job, in one word, so that claiming a task and seeing whose it is are one step.
+struct Ticket {
+  explicit Ticket(uint64_t word) : word(word) {}
+  Ticket(uint64_t epoch, uint64_t threads, uint64_t count)
+      : word(epoch << 56 | threads << 48 | count << 24) {}
+
+  uint64_t epoch() const { return word >> 56; }
+  int threads() const { return static_cast<int>(word >> 48 & 0xff); }
+  int64_t count() const { return static_cast<int64_t>(word >> 24 & 0xffffff); }
+  int64_t next() const { return static_cast<int64_t>(word & 0xffffff); }
+  bool open_to(int thread) const { return next() < count() && thread < threads(); }
+
+  uint64_t word;
+};
+
+constexpr int64_t kMostTasks = 0xffffff;
+constexpr int kMostThreads = 0xff;
+
+class Pool {
+ public:
+  // Lives until the process ends: its threads sleep in it. A child process gets a new one.
+  static Pool& of_this_process() {
+    static std::mutex mutex;
+    static Pool* pool = nullptr;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (pool == nullptr || pool->pid_ != ::getpid()) pool = new Pool;
+    return *pool;
+  }
+
+  // False where another caller is in it.
+  bool run(int threads, int64_t count, Call call, const void* task) {
+    const std::unique_lock<std::mutex> lock(one_caller_, std::try_to_lock);
+    if (!lock) return false;
+    grow(threads - 1);
+    call_ = call;
+    task_ = task;
+    left_.store(count, std::memory_order_relaxed);
+    const uint64_t epoch = Ticket(ticket_.load(std::memory_order_relaxed)).epoch() + 1;
+    ticket_.store(Ticket(epoch, threads, count).word, std::memory_order_release);
+    ticket_.notify_all();
+    work(0);
+    for (int64_t left = left_.load(std::memory_order_acquire); left != 0;
+         left = left_.load(std::memory_order_acquire)) {
+      wait_for_change(left_, left);
+    }
+    return true;
+  }
+
+ private:
+  void grow(int workers) {
+    for (; workers_ < workers; ++workers_) {
+      std::thread([this, index = workers_ + 1] { serve(index); }).detach();
+    }
+  }
+
+  [[noreturn]] void serve(int thread) {
+    for (;;) {
+      const uint64_t exhausted = work(thread);
+      wait_for_change(ticket_, exhausted);
+    }
+  }
+
+  // call_ and task_ are read only with a claimed task in hand: until it is done they stay.
+  uint64_t work(int thread) {
+    Ticket ticket(ticket_.load(std::memory_order_acquire));
+    while (ticket.open_to(thread)) {
+      if (!ticket_.compare_exchange_weak(ticket.word, ticket.word + 1, std::memory_order_acq_rel)) {
+        continue;
+      }
+      inside_task = true;
+      call_(task_, ticket.next(), thread);
+      inside_task = false;
+      if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) left_.notify_one();
+      ticket = Ticket(ticket_.load(std::memory_order_acquire));
+    }
+    return ticket.word;
+  }
+
+  const pid_t pid_ = ::getpid();
+  std::mutex one_caller_;
+  int workers_ = 0;
+  Call call_ = nullptr;
+  const void* task_ = nullptr;
+  std::atomic<uint64_t> ticket_{0};
+  std::atomic<int64_t> left_{0};
+};
+
+}  // namespace
+
+int usable_threads() {
+  if (inside_task || at::in_parallel_region()) return 1;
+  return std::min(at::get_num_threads(), kMostThreads);
+}
+
+namespace detail {
+
+void for_each(int threads, int64_t count, Call call, const void* task) {
+  const bool shared = threads > 1 && count > 1 && count <= kMostTasks && !inside_task;
+  if (shared && Pool::of_this_process().run(threads, count, call, task)) return;
+  for (int64_t i = 0; i < count; ++i) call(task, i, 0);
+}
+
+}  // namespace detail
+}  // namespace dmuon::cpu
