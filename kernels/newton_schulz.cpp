@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kernels/checks.h"
+#include "kernels/device_newton_schulz.h"
 #include "kernels/error.h"
 #include "kernels/iterate.h"
 #include "kernels/normalise.h"
@@ -86,6 +87,10 @@ at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
   require_matrices(x);
   const at::NoGradGuard no_grad;
   if (x.numel() == 0) return at::zeros(x.sizes(), x.options().dtype(at::kFloat));
+  if (const DeviceNewtonSchulz there = device_newton_schulz(x.device().type())) {
+    const at::Tensor result = there(x, options);
+    if (result.defined()) return result;
+  }
   const bool single = x.dim() == 2 || x.size(0) == 1;
   const bool bfloat16 = options.dtype == NsDtype::bfloat16;
   at::Tensor unit = normalised(single && x.dim() == 3 ? x.squeeze(0) : x);
