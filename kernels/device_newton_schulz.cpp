@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <array>
-#include <atomic>
 #include <cstring>
 
 #include "kernels/error.h"
@@ -11,12 +10,10 @@
 namespace dmuon {
 namespace {
 
-using Registry = std::array<std::atomic<DeviceNewtonSchulz>,
-                            static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES)>;
-
-Registry& registry() {
-  static Registry functions{};
-  return functions;
+DeviceNewtonSchulz& registered(c10::DeviceType type) {
+  constexpr auto kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
+  static std::array<DeviceNewtonSchulz, kTypes> functions;
+  return functions.at(static_cast<size_t>(type));
 }
 
 [[noreturn]] void fail_to_load(const std::string& path, const std::string& why) {
@@ -34,12 +31,20 @@ const DeviceLibrary& opened(const std::string& path) {
 
 }  // namespace
 
-void register_device_newton_schulz(c10::DeviceType type, DeviceNewtonSchulz function) {
-  registry()[static_cast<size_t>(type)] = function;
+void register_device_newton_schulz(c10::DeviceType type, DeviceNewtonSchulz functions) {
+  registered(type) = functions;
 }
 
-DeviceNewtonSchulz device_newton_schulz(c10::DeviceType type) {
-  return registry()[static_cast<size_t>(type)];
+at::Tensor newton_schulz_on_device(const at::Tensor& x, const NewtonSchulz& options) {
+  const auto run = registered(x.device().type()).run;
+  return run == nullptr ? at::Tensor() : run(x, options);
+}
+
+std::string newton_schulz_kernel_on(c10::DeviceType type, int64_t batch, int64_t rows, int64_t cols,
+                                    const NewtonSchulz& options) {
+  const auto name = registered(type).name;
+  const std::string known = name == nullptr ? "" : name(batch, rows, cols, options);
+  return known.empty() ? newton_schulz_kernel(batch, rows, cols, options) : known;
 }
 
 const char* device_library_build() { return DMUON_BUILD; }
@@ -50,7 +55,7 @@ void load_device_newton_schulz(const std::string& path) {
     fail_to_load(path, message("it is of build '", library.build, "', this is '",
                                device_library_build(), "'"));
   }
-  register_device_newton_schulz(library.type, library.newton_schulz);
+  register_device_newton_schulz(library.type, library.functions);
 }
 
 }  // namespace dmuon

@@ -13,21 +13,32 @@
 
 namespace dmuon {
 
-// As newton_schulz, but x is neither empty nor of another device, and options are valid. Enqueues
-// on the current stream of x's device. An undefined tensor: not for this x; ATen then does it.
-using DeviceNewtonSchulz = at::Tensor (*)(const at::Tensor& x, const NewtonSchulz& options);
+struct DeviceNewtonSchulz {
+  // As newton_schulz, but x is neither empty nor of another device, and options are valid. Enqueues
+  // on the current stream of x's device. An undefined tensor: not for this x; ATen then does it.
+  at::Tensor (*run)(const at::Tensor& x, const NewtonSchulz& options) = nullptr;
 
-// One function per device type; the last registered counts, nullptr takes it out. Any thread.
-void register_device_newton_schulz(c10::DeviceType type, DeviceNewtonSchulz function);
+  // As newton_schulz_kernel, for the current device and float32. Empty: ATen does it.
+  std::string (*name)(int64_t batch, int64_t rows, int64_t cols,
+                      const NewtonSchulz& options) = nullptr;
+};
 
-// nullptr where none is registered.
-DeviceNewtonSchulz device_newton_schulz(c10::DeviceType type);
+// One per device type, and the last registered counts; {} takes it out. Not while another thread
+// runs Newton-Schulz.
+void register_device_newton_schulz(c10::DeviceType type, DeviceNewtonSchulz functions);
+
+// Asks what is registered for x's device; undefined where nothing is.
+at::Tensor newton_schulz_on_device(const at::Tensor& x, const NewtonSchulz& options);
+
+// newton_schulz_kernel for tensors on such a device.
+std::string newton_schulz_kernel_on(c10::DeviceType type, int64_t batch, int64_t rows, int64_t cols,
+                                    const NewtonSchulz& options);
 
 // Objects of C++ cross the border, so both sides must come from one build: `build` is compared.
 struct DeviceLibrary {
   const char* build;  // device_library_build() of the side that was compiled
   c10::DeviceType type;
-  DeviceNewtonSchulz newton_schulz;
+  DeviceNewtonSchulz functions;
 };
 
 inline constexpr const char* kDeviceLibrarySymbol = "dmuon_device_library";

@@ -87,10 +87,8 @@ at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
   require_matrices(x);
   const at::NoGradGuard no_grad;
   if (x.numel() == 0) return at::zeros(x.sizes(), x.options().dtype(at::kFloat));
-  if (const DeviceNewtonSchulz there = device_newton_schulz(x.device().type())) {
-    const at::Tensor result = there(x, options);
-    if (result.defined()) return result;
-  }
+  const at::Tensor there = newton_schulz_on_device(x, options);
+  if (there.defined()) return there;
   const bool single = x.dim() == 2 || x.size(0) == 1;
   const bool bfloat16 = options.dtype == NsDtype::bfloat16;
   at::Tensor unit = normalised(single && x.dim() == 3 ? x.squeeze(0) : x);

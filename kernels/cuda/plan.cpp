@@ -13,7 +13,7 @@ constexpr int kLongestHalfChain = 3;  // a longer one in float16 diverges on ste
 constexpr int kLongestChain = 5;
 constexpr int kLargestShift = 14;
 constexpr int kSquareShift = 12;
-constexpr int64_t kRowElements = 8, kBlockElements = 64;
+constexpr int64_t kRowElements = 8;
 constexpr int64_t kOffsetBytes = 256;
 constexpr int64_t kChunkElements = 16384, kMostChunks = 512;
 
@@ -23,10 +23,10 @@ int64_t rounded_up(int64_t value, int64_t multiple) {
 
 int64_t order_of(const Problem& problem) { return std::min(problem.rows, problem.cols); }
 
-int64_t padded_order(const Problem& problem, int blocks) {
+int64_t padded_order(const Problem& problem, int blocks, int64_t block_multiple) {
   const int64_t order = order_of(problem);
   if (blocks == 1) return rounded_up(order, kRowElements);
-  return rounded_up((order + blocks - 1) / blocks, kBlockElements) * blocks;
+  return rounded_up((order + blocks - 1) / blocks, block_multiple) * blocks;
 }
 
 int x_shift_of(const Problem& problem) {
@@ -37,7 +37,8 @@ int x_shift_of(const Problem& problem) {
 
 class Builder {
  public:
-  Builder(const Problem& problem, bool gram, int blocks) {
+  Builder(const Problem& problem, const Machine& machine, bool gram, int blocks)
+      : library_bytes_(machine.library_bytes) {
     plan_.problem = problem;
     plan_.gram = gram;
     plan_.blocks = blocks;
@@ -45,12 +46,12 @@ class Builder {
     plan_.r_shift = problem.x == Element::float16 ? kSquareShift : 0;
     square_ = gram && problem.x == Element::bfloat16 ? Element::float32 : problem.x;
     by_rows_ = problem.rows <= problem.cols;
-    order_ = padded_order(problem, blocks);
+    order_ = padded_order(problem, blocks, machine.block_multiple);
     plan_[Name::input] = {problem.input, problem.rows, problem.cols};
     plan_[Name::output] = {Element::float32, problem.rows, problem.cols};
   }
 
-  Plan build(const Machine& machine) {
+  Plan build() {
     allocate_sums();
     plan_.steps.push_back(Import{x(), std::ldexp(1, plan_.x_shift)});
     if (plan_.gram) {
@@ -58,7 +59,7 @@ class Builder {
     } else {
       build_direct();
     }
-    plan_.library = allocate(machine.library_bytes);
+    plan_.library = allocate(library_bytes_);
     return std::move(plan_);
   }
 
@@ -251,6 +252,7 @@ class Builder {
   }
 
   Plan plan_;
+  int64_t library_bytes_;
   Element square_;
   bool by_rows_;
   int64_t order_;
@@ -275,7 +277,7 @@ std::vector<int> bounds_of_chains(const std::vector<int>& restarts, int steps, i
 }
 
 Plan plan_with(const Problem& problem, const Machine& machine, bool gram, int blocks) {
-  return Builder(problem, gram, blocks).build(machine);
+  return Builder(problem, machine, gram, blocks).build();
 }
 
 Plan make_plan(const Problem& problem, const Machine& machine) {

@@ -192,19 +192,6 @@ class Interpreter {
 
 }  // namespace
 
-cuda::Problem problem_of(const at::Tensor& x, const NewtonSchulz& options, Element precision) {
-  cuda::Problem problem{.batch = x.dim() == 3 ? x.size(0) : 1,
-                        .rows = x.size(-2),
-                        .cols = x.size(-1),
-                        .restarts = options.restarts,
-                        .gram = options.algorithm == NsAlgorithm::gram,
-                        .x = precision};
-  for (int i = 0; i < options.steps; ++i) {
-    problem.coefficients.push_back(options.coefficients.row(i));
-  }
-  return problem;
-}
-
 at::Tensor interpret(const Plan& plan, const at::Tensor& x) {
   at::Tensor out = at::empty_like(x);
   Interpreter interpreter(plan, x.const_data_ptr<float>(), out.mutable_data_ptr<float>());

@@ -4,11 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "kernels/cuda/plan.h"
-#include "kernels/newton_schulz.h"
 
 namespace dmuon {
-
-cuda::Problem problem_of(const at::Tensor& x, const NewtonSchulz& options, cuda::Element precision);
 
 // x: float32, contiguous, of the plan's problem. Returns float32 of x's sizes. Workspace begins as
 // NaN: what a plan reads before it writes shows.

@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/matmul_call.h"
 #include "kernels/cuda/plan.h"
+#include "kernels/cuda/problem.h"
 #include "tests/kernels/cuda_interpreter.h"
 #include "tests/kernels/matrices.h"
 
@@ -37,27 +38,33 @@ at::ScalarType dtype_of(Element element) {
   return element == Element::bfloat16 ? at::kBFloat16 : at::kFloat;
 }
 
+// Blocks small enough to interpret.
+const Machine kSmall{.block_multiple = 8, .library_bytes = 0};
+
 // Some twenty products deep, each rounded to `element`, where no singular value is close to zero.
 double tolerance(Element element) {
   if (element == Element::float32) return kTolerance;
   return 20 * (element == Element::float16 ? 0x1p-11 : 0x1p-8);
 }
 
+Problem in(Element precision, Problem problem) {
+  problem.x = precision;
+  return problem;
+}
+
 Problem problem_of_shape(int64_t batch, int64_t rows, int64_t cols,
                          Element precision = Element::float16) {
-  NewtonSchulz options;
-  Problem problem{.batch = batch, .rows = rows, .cols = cols, .x = precision};
-  problem.restarts = options.restarts;
-  for (int i = 0; i < options.steps; ++i) {
-    problem.coefficients.push_back(options.coefficients.row(i));
-  }
-  return problem;
+  return in(precision, cuda::problem_of(batch, rows, cols, {}));
+}
+
+Problem problem_of(const at::Tensor& x, const NewtonSchulz& options, Element precision) {
+  return in(precision, cuda::problem_of(x, options));
 }
 
 double error_of(const at::Tensor& x, Element precision, bool gram, int blocks) {
   const NewtonSchulz options;
   const at::Tensor x32 = float32(x).contiguous();
-  const Plan plan = plan_with(problem_of(x32, options, precision), {}, gram, blocks);
+  const Plan plan = plan_with(problem_of(x32, options, precision), kSmall, gram, blocks);
   return distance(interpret(plan, x32), exact(x32, options));
 }
 
@@ -113,7 +120,7 @@ TEST(CudaPlan, ScaleDoesNotMatter) {
   const at::Tensor scaled = at::stack({x, x * 0x1p-100, x * 0x1p120});
   for (Element precision : {Element::float16, Element::bfloat16, Element::float32}) {
     const at::Tensor out =
-        interpret(plan_with(problem_of(scaled, {}, precision), {}, true, 1), scaled);
+        interpret(plan_with(problem_of(scaled, {}, precision), kSmall, true, 1), scaled);
     EXPECT_TRUE(at::equal(out[0], out[1]));
     EXPECT_TRUE(at::equal(out[0], out[2]));
   }
@@ -126,7 +133,7 @@ TEST(CudaPlan, ZerosStayZeroAndOneNaNTakesItsWholeMatrixAndNoOther) {
   x[2][9][69].fill_(std::numeric_limits<float>::quiet_NaN());
   x[3][0][0].fill_(-std::numeric_limits<float>::infinity());
   for (int blocks : {1, 4}) {
-    const Plan plan = plan_with(problem_of(x, {}, Element::float16), {}, true, blocks);
+    const Plan plan = plan_with(problem_of(x, {}, Element::float16), kSmall, true, blocks);
     const at::Tensor out = interpret(plan, x);
     EXPECT_TRUE(at::equal(out[0], interpret(plan, clean)[0]));
     EXPECT_TRUE(at::equal(out[1], at::zeros({10, 70})));
@@ -142,7 +149,7 @@ TEST(CudaPlan, FollowsOtherStepsRestartsAndCoefficients) {
     options.coefficients = you_coefficients();
     options.steps = steps;
     options.restarts = {};
-    const Plan plan = plan_with(problem_of(x, options, Element::float16), {}, true, 1);
+    const Plan plan = plan_with(problem_of(x, options, Element::float16), kSmall, true, 1);
     EXPECT_LT(distance(interpret(plan, x), exact(x, options)), tolerance(Element::float16))
         << steps << " steps";
   }
