@@ -15,8 +15,8 @@ void require_success(cublasStatus_t status, const char* what, const MatmulCall& 
   if (status == CUBLAS_STATUS_SUCCESS) return;
   throw RuntimeFailure(message("cuBLASLt: ", what, " failed for ", described(call), ": ",
                                cublasLtGetStatusString(status),
-                               ". NsDtype::float32 or an older step of this machine's driver and "
-                               "torch may differ; please report it with the shape."));
+                               ". Take another NsDtype, or go without libdmuon_cuda.so, and report "
+                               "the shape."));
 }
 
 cudaDataType_t type_of(Element element) {

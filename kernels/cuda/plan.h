@@ -43,8 +43,6 @@ struct Machine {
   int64_t smallest_block = 256;               // narrower ones leave tensor cores idle
   int64_t block_multiple = 64;                // their sides are multiples of it; itself one of 8
   int64_t library_bytes = int64_t{32} << 20;  // scratch of one product
-
-  auto operator<=>(const Machine&) const = default;
 };
 
 enum class Name : int { input, output, x, x_spare, r, z, q, spare, factor };
