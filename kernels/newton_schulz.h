@@ -30,7 +30,7 @@ const CoefficientSet& jordan_coefficients();
 // bfloat16 (for five steps and one restart). newton_schulz_kernel names what runs.
 enum class NsAlgorithm { gram, direct };
 
-// automatic: float32. Iterating in float16 on devices that are fast and accurate there may come.
+// automatic: float32, and float16 on a GPU for which kernels/cuda was loaded (docs/cuda.md).
 // bfloat16 is the precision of X and of the products with it; gram keeps its short x short matrices
 // in float32, where a bfloat16 chain diverges.
 enum class NsDtype { automatic, float32, bfloat16 };
