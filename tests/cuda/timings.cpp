@@ -92,7 +92,7 @@ void print_shape(const std::array<int64_t, 3>& sizes) {
   const Problem problem = cuda::problem_of(x, {});
   const Plan best = make_plan(problem, machine);
   for (bool gram : {false, true}) {
-    for (int blocks : {1, 4, 6, 8}) {
+    for (int blocks : {1, 4, 5, 6, 7, 8}) {
       const bool chosen = gram == best.gram && blocks == best.blocks;
       const bool likely = blocks == 1 || std::min(sizes[1], sizes[2]) >= 1024;
       if (!chosen && !likely) continue;
