@@ -8,6 +8,7 @@
 
 #include "kernels/checks.h"
 #include "kernels/cpu/list.h"
+#include "kernels/device_newton_schulz.h"
 #include "kernels/error.h"
 #include "kernels/newton_schulz_mm.h"
 
@@ -63,6 +64,12 @@ void NewtonSchulz::validate() const {
 
 at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
   require_matrices(x);
+  if (!x.is_cpu() && x.numel() > 0) {
+    options.validate();
+    const at::NoGradGuard no_grad;
+    const at::Tensor there = newton_schulz_on_device(x, options);
+    if (there.defined()) return there;
+  }
   const at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat));
   NsWorkspace workspace;
   newton_schulz({{x, out}}, options, workspace);
@@ -80,7 +87,8 @@ void newton_schulz(const std::vector<NsJob>& jobs, const NewtonSchulz& options,
     if (job.in.is_cpu()) {
       on_cpu.push_back(job);
     } else {
-      job.out.copy_(newton_schulz_mm(job.in, options));
+      const at::Tensor there = newton_schulz_on_device(job.in, options);
+      job.out.copy_(there.defined() ? there : newton_schulz_mm(job.in, options));
     }
   }
   cpu::newton_schulz_list(on_cpu, options, workspace);

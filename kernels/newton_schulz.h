@@ -32,7 +32,7 @@ const CoefficientSet& jordan_coefficients();
 // polynomial, where that takes no longer: near squares. newton_schulz_kernel names what runs.
 enum class NsAlgorithm { gram, direct };
 
-// automatic: float32. Iterating in float16 on devices that are fast and accurate there may come.
+// automatic: float32, and float16 on a GPU for which kernels/cuda was loaded (docs/cuda.md).
 // bfloat16 allows X and the products with it to be rounded to bfloat16, where that is faster on
 // this machine; gram keeps its short x short matrices in float32, where a bfloat16 chain diverges.
 enum class NsDtype { automatic, float32, bfloat16 };

@@ -1,4 +1,5 @@
-// Binds kernels/newton_schulz.h and kernels/momentum.h.
+// Binds kernels/newton_schulz.h, kernels/device_newton_schulz.h and kernels/momentum.h.
+#include "kernels/device_newton_schulz.h"
 #include "kernels/momentum.h"
 #include "kernels/newton_schulz.h"
 #include "python/bindings/bindings.h"
@@ -37,8 +38,16 @@ void bind_kernels(py::module_& m) {
   m.def("polar_express_coefficients", &polar_express_coefficients);
   m.def("you_coefficients", &you_coefficients);
   m.def("jordan_coefficients", &jordan_coefficients);
-  m.def("newton_schulz", &newton_schulz, py::arg("x"), py::arg("options"),
-        py::call_guard<py::gil_scoped_release>());
+  m.def("newton_schulz", py::overload_cast<const at::Tensor&, const NewtonSchulz&>(&newton_schulz),
+        py::arg("x"), py::arg("options"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "newton_schulz_kernel_on",
+      [](const std::string& device, int64_t batch, int64_t rows, int64_t cols,
+         const NewtonSchulz& options) {
+        return newton_schulz_kernel_on(c10::Device(device).type(), batch, rows, cols, options);
+      },
+      py::arg("device"), py::arg("batch"), py::arg("rows"), py::arg("cols"), py::arg("options"));
+  m.def("load_device_newton_schulz", &load_device_newton_schulz, py::arg("path"));
   m.def("newton_schulz_kernel", &newton_schulz_kernel, py::arg("batch"), py::arg("rows"),
         py::arg("cols"), py::arg("options"));
 }

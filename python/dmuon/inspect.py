@@ -126,7 +126,8 @@ def _describe(param: DedicatedParam, optimizer) -> dict:
     kernel = ""
     if optimizer is not None and param.route == "muon":
         shape = (matrix.batch, matrix.rows, matrix.cols)
-        kernel = _C.newton_schulz_kernel(*shape, optimizer._ns_options)
+        device = param.slots[0].current.device.type
+        kernel = _C.newton_schulz_kernel_on(device, *shape, optimizer._ns_options)
         if param.in_shards:
             kernel = "gram in shards"
     return {
