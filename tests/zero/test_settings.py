@@ -24,11 +24,9 @@ SETTINGS = {
     "one_bucket_per_rank": ((1, 2), {"zero": {"use_multi_rank_bucket_allreduce": False}}),
     "no_norm": ((1, 2), {"clip": 0.0, "zero": {"compute_grad_norm": False}}),
     "no_overflow_check": ((1, 2), {"bf16": {"enabled": True, "check_grad_overflow": False}}),
-    # DeepSpeed refuses these two with reduce_scatter at stage 2.
-    "predivided": (
-        (0, 1, 2),
-        {"gradient_predivide_factor": 2.0, "zero": {"reduce_scatter": False}},
-    ),
+    # DeepSpeed refuses these two with reduce_scatter at stages 2 and 3; where the factor is the number of
+    # ranks its stage 3 divides by it twice.
+    "predivided": (STAGES, {"gradient_predivide_factor": 4.0, "zero": {"reduce_scatter": False}}),
     "prescaled": (STAGES, {"prescale_gradients": True, "zero": {"reduce_scatter": False}}),
     "communication_in_fp32": (STAGES, {"communication_data_type": "fp32", **BF16}),
     "communication_in_bf16": (STAGES, {"communication_data_type": "bf16"}),

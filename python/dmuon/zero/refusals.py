@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from dmuon.names import clean, slots
@@ -27,6 +28,11 @@ def _on_cpu() -> bool:
     return seams.accelerator_name() == "cpu"
 
 
+def _predivides_by_all(factor) -> bool:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return ranks > 1 and factor == ranks
+
+
 _REFUSED = (
     _Refusal(
         'optimizer.type "Muon"',
@@ -49,9 +55,11 @@ _REFUSED = (
         "There DeepSpeed leaves out the reduction of its own gradients without a word. Drop the key.",
     ),
     _Refusal(
-        "gradient_predivide_factor at stage 3",
-        lambda c: c.stage == 3 and c.get("gradient_predivide_factor", default=1) != 1,
-        "There DeepSpeed divides its own gradients by it and does not multiply them back. Drop the key.",
+        "gradient_predivide_factor at stage 3, equal to the number of ranks",
+        lambda c: (
+            c.stage == 3 and _predivides_by_all(c.get("gradient_predivide_factor", default=1))
+        ),
+        "There DeepSpeed divides its own gradients by it twice. Drop the key, or give another factor.",
     ),
     _Refusal("sparse_gradients", lambda c: c.on("sparse_gradients"), "Drop the key."),
     _Refusal("amp", lambda c: c.on("amp", "enabled"), "Use bf16."),
