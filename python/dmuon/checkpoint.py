@@ -76,6 +76,9 @@ class OwnedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         raise self._refusal()
 
+    def contiguous(self, *args, **kwargs):
+        raise self._refusal()
+
     def tolist(self):
         raise self._refusal()
 

@@ -65,6 +65,9 @@ def check_accelerates_saves(run, want, folder):
     a.wait_for_everyone()
     for name in ("bare", "whole"):
         assert_equal(saved(f"{folder}/{name}"), want)
+    if a.is_main_process and engine.zero_optimization_stage() == 3:
+        with pytest.raises(RuntimeError, match="lies on rank 1 alone"):
+            bare.save_pretrained(f"{folder}/without")
 
 
 class AcceleratedRun:
