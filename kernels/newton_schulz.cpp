@@ -62,7 +62,10 @@ void NewtonSchulz::validate() const {
 }
 
 at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
+  options.validate();
   require_matrices(x);
+  const at::NoGradGuard no_grad;
+  if (!x.is_cpu() && x.numel() != 0) return newton_schulz_mm(x, options);
   const at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat));
   NsWorkspace workspace;
   newton_schulz({{x, out}}, options, workspace);

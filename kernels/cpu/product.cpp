@@ -10,30 +10,52 @@ constexpr int64_t kDepth = 256;
 // Rows of A at full depth stay in the second-level cache while panels of B pass by.
 constexpr int64_t kPanelsOfRows = 4;
 
-void multiply_tile(const TileKernels& kernels, const Product& p, int64_t row, int64_t lane,
-                   int64_t lanes, int64_t k) {
-  const Panels& c = k == 0 ? p.c : p.out;
-  const int64_t vectors = (lanes + kernels.lanes - 1) / kernels.lanes;
-  const auto multiply = p.pairs ? kernels.multiply_pairs : kernels.multiply;
-  multiply[vectors - 1]({.a = p.a.at(k, row),
-                         .b = p.b.at(k, lane),
-                         .depth = std::min(kDepth, p.a.depth - k),
-                         .c = c.at(row, lane),
-                         .out = p.out.at(row, lane),
-                         .out_stride = p.out.width,
-                         .alpha = p.alpha,
-                         .beta = k == 0 ? p.beta : 1});
-}
+// What the tiles of one panel of B have in common at one block of depth. Addresses are worked out
+// per panel: a division per tile would cost as much as a twentieth of the tile.
+struct PanelBlock {
+  PanelBlock(const TileKernels& kernels, const Product& p, int64_t lane, int64_t k)
+      : kernels(kernels),
+        multiply(p.pairs ? kernels.multiply_pairs : kernels.multiply),
+        c((k == 0 ? p.c : p.out).at(0, lane)),
+        out(p.out.at(0, lane)),
+        tile{.b = p.b.at(k, lane),
+             .depth = std::min(kDepth, p.a.depth - k),
+             .out_stride = p.out.width,
+             .alpha = p.alpha,
+             .beta = k == 0 ? p.beta : 1} {}
 
-// Rows [begin, end) of one panel; where `lower`, of each tile what reaches the diagonal or lies
-// below it.
+  // a: where A's lane `row` begins at this depth.
+  void run(const float* a, int64_t row, int64_t vectors) {
+    tile.a = a;
+    tile.c = c + row * tile.out_stride;
+    tile.out = out + row * tile.out_stride;
+    multiply[vectors - 1](tile);
+  }
+
+  const TileKernels& kernels;
+  void (*const* multiply)(const Tile&);
+  const float* c;
+  float* out;
+  Tile tile;
+};
+
+// Rows [begin, end) of one panel, begin at the edge of a panel of A; where `lower`, of each tile
+// what reaches the diagonal or lies below it.
 void multiply_panel(const TileKernels& kernels, const Product& p, int64_t begin, int64_t end,
                     int64_t lane, bool lower) {
-  const int64_t all = std::min(p.out.width, p.out.lanes - lane);
+  const auto vectors_of = [&](int64_t lanes) {
+    return (lanes + kernels.lanes - 1) / kernels.lanes;
+  };
+  const int64_t all = vectors_of(std::min(p.out.width, p.out.lanes - lane));
   for (int64_t k = 0; k == 0 || k < p.a.depth; k += kDepth) {
-    for (int64_t row = begin; row < end; row += kernels.rows) {
-      const int64_t lanes = lower ? std::min(all, row + kernels.rows - lane) : all;
-      multiply_tile(kernels, p, row, lane, lanes, k);
+    PanelBlock block(kernels, p, lane, k);
+    for (int64_t panel = begin; panel < end; panel += p.a.width) {
+      const float* a = p.a.at(k, panel);
+      for (int64_t row = panel; row < std::min(end, panel + p.a.width); row += kernels.rows) {
+        const bool cut = lower && row < lane + p.out.width;
+        const int64_t vectors = cut ? std::min(all, vectors_of(row + kernels.rows - lane)) : all;
+        block.run(a + (row - panel), row, vectors);
+      }
     }
   }
 }

@@ -37,8 +37,8 @@ void bind_kernels(py::module_& m) {
   m.def("polar_express_coefficients", &polar_express_coefficients);
   m.def("you_coefficients", &you_coefficients);
   m.def("jordan_coefficients", &jordan_coefficients);
-  m.def("newton_schulz", &newton_schulz, py::arg("x"), py::arg("options"),
-        py::call_guard<py::gil_scoped_release>());
+  m.def("newton_schulz", py::overload_cast<const at::Tensor&, const NewtonSchulz&>(&newton_schulz),
+        py::arg("x"), py::arg("options"), py::call_guard<py::gil_scoped_release>());
   m.def("newton_schulz_kernel", &newton_schulz_kernel, py::arg("batch"), py::arg("rows"),
         py::arg("cols"), py::arg("options"));
 }
