@@ -7,8 +7,12 @@ namespace {
 
 // One panel of B at this depth stays in the first-level cache while A's rows pass by.
 constexpr int64_t kDepth = 256;
-// Rows of A at full depth stay in the second-level cache while panels of B pass by.
-constexpr int64_t kPanelsOfRows = 4;
+// Panels of A that, at full depth, stay in the second-level cache while those of B pass by. The
+// more of them, the less often B comes from further away.
+int64_t panels_per_block(const Panels& a) {
+  constexpr int64_t kFloats = 192 * 1024;
+  return std::clamp<int64_t>(kFloats / (std::min(a.depth, 4 * kDepth) * a.width), 4, 16);
+}
 
 // What the tiles of one panel of B have in common at one block of depth. Addresses are worked out
 // per panel: a division per tile would cost as much as a twentieth of the tile.
@@ -88,31 +92,31 @@ void mirror_panel(const TileKernels& kernels, const Panels& out, int64_t begin, 
 
 // Blocks of rows and, of each, the panels up to the diagonal.
 struct LowerBlocks {
-  LowerBlocks(const Panels& out)
-      : rows(kPanelsOfRows * out.width), blocks((out.lanes + rows - 1) / rows) {
+  LowerBlocks(const Panels& out, int64_t panels)
+      : panels(panels), rows(panels * out.width), blocks((out.lanes + rows - 1) / rows) {
     count = out.count();
-    for (int64_t block = 0; block + 1 < blocks; ++block) count += (block + 1) * kPanelsOfRows;
+    for (int64_t block = 0; block + 1 < blocks; ++block) count += (block + 1) * panels;
   }
 
   // The last blocks first: they are the largest.
-  std::pair<int64_t, int64_t> block_and_panel(int64_t task, int64_t panels) const {
-    int64_t block = blocks - 1, of_block = panels;
+  std::pair<int64_t, int64_t> block_and_panel(int64_t task, int64_t all) const {
+    int64_t block = blocks - 1, of_block = all;
     while (task >= of_block) {
       task -= of_block;
-      of_block = block * kPanelsOfRows;
+      of_block = block * panels;
       --block;
     }
     return {block, task};
   }
 
-  int64_t rows, blocks, count;
+  int64_t panels, rows, blocks, count;
 };
 
 }  // namespace
 
 void multiply_rows(const TileKernels& kernels, const Product& product, int64_t begin, int64_t end) {
   const Panels& out = product.out;
-  const int64_t step = kPanelsOfRows * out.width;
+  const int64_t step = panels_per_block(product.a) * out.width;
   for (int64_t row = begin; row < end; row += step) {
     for (int64_t lane = 0; lane < out.lanes; lane += out.width) {
       multiply_panel(kernels, product, row, std::min(row + step, end), lane, /*lower=*/false);
@@ -123,7 +127,7 @@ void multiply_rows(const TileKernels& kernels, const Product& product, int64_t b
 void multiply_symmetric(const TileKernels& kernels, const Product& product, bool mirror,
                         int threads) {
   const Panels& out = product.out;
-  const LowerBlocks blocks(out);
+  const LowerBlocks blocks(out, panels_per_block(product.a));
   for_each(threads, blocks.count, [&](int64_t task, int) {
     const auto [block, panel] = blocks.block_and_panel(task, out.count());
     const int64_t lane = panel * out.width;
