@@ -38,8 +38,9 @@ double gram_flops(double s, double l, int steps, bool symmetric) {
   return wide * s * s * l + square * s * s * s;
 }
 
-// As in kernels/cpu/recipe.cpp: of gram over direct, in time per operation.
-constexpr double kGramHandicap = 1.1;
+// As in kernels/cpu/recipe.cpp: gram runs where direct takes more than this of its operations.
+double gram_handicap(double s, bool symmetric) { return !symmetric ? 1 : s < 128 ? 1.5 : 1.1; }
+
 // A product of order s takes the time of one whose order is larger by this.
 constexpr double kOrderOffset = 40;
 // Operations in the time of one element's packing, norm and result.
@@ -55,24 +56,29 @@ double with_overheads(double flops, double s, double l) {
 // one byte (the intensity from which its products stop being bound by memory).
 constexpr double kAdamwPerElement = 28 * 10;
 
-}  // namespace
+double short_dim(const Matrix& m) { return static_cast<double>(std::min(m.rows, m.cols)); }
+double long_dim(const Matrix& m) { return static_cast<double>(std::max(m.rows, m.cols)); }
 
-double newton_schulz_flops(const Matrix& matrix, const PlanPolicy& policy) {
-  const double s = static_cast<double>(std::min(matrix.rows, matrix.cols));
-  const double l = static_cast<double>(std::max(matrix.rows, matrix.cols));
+double flops_of_one(const Matrix& matrix, const PlanPolicy& policy) {
+  const double s = short_dim(matrix), l = long_dim(matrix);
   const bool symmetric = policy.symmetric_products;
   const double direct = direct_flops(s, l, policy.ns_steps, symmetric);
   const double gram = gram_flops(s, l, policy.ns_steps, symmetric);
-  const bool cheaper = gram * (symmetric ? kGramHandicap : 1) < direct;
-  return static_cast<double>(matrix.batch) * (cheaper && !policy.direct ? gram : direct);
+  const bool cheaper = gram * gram_handicap(s, symmetric) < direct;
+  return cheaper && !policy.direct ? gram : direct;
+}
+
+}  // namespace
+
+double newton_schulz_flops(const Matrix& matrix, const PlanPolicy& policy) {
+  return static_cast<double>(matrix.batch) * flops_of_one(matrix, policy);
 }
 
 double newton_schulz_cost(const Matrix& matrix, const PlanPolicy& policy) {
   const double batch = static_cast<double>(matrix.batch);
-  const double s = static_cast<double>(std::min(matrix.rows, matrix.cols));
-  const double l = static_cast<double>(std::max(matrix.rows, matrix.cols));
+  const double s = short_dim(matrix), l = long_dim(matrix);
   if (matrix.route == Route::adamw) return kAdamwPerElement * batch * s * l;
-  return batch * with_overheads(newton_schulz_flops(matrix, policy) / batch, s, l);
+  return batch * with_overheads(flops_of_one(matrix, policy), s, l);
 }
 
 }  // namespace dmuon

@@ -20,10 +20,12 @@ REPEATS = 3
 
 
 def cost(rows: int, cols: int) -> int:
-    """FLOPs of Newton-Schulz, as in engine/cost.cpp."""
-    short, long = min(rows, cols), max(rows, cols)
-    direct = 20 * short**2 * long + 10 * short**3
-    return min(direct, 8 * short**2 * long + 28 * short**3)
+    """Of Newton-Schulz with five steps, as in engine/cost.cpp."""
+    s, n = min(rows, cols), max(rows, cols)
+    direct = 15 * s * s * n + 5 * s**3
+    gram = 3 * s * s * n + 17 * s**3 if s >= 128 else 6 * s * s * n + 14 * s**3
+    flops = gram if gram * (1.1 if s >= 128 else 1.5) < direct else direct
+    return flops // s * (s + 40) + 60 * s * n
 
 
 def heap_lpt(matrices: list[tuple[str, int, int]], ranks: int) -> dict[str, int]:

@@ -16,26 +16,26 @@ inline void* element(void* data, at::ScalarType dtype, int64_t index) {
   return static_cast<char*>(data) + index * (dtype == at::kFloat ? 4 : 2);
 }
 
-// `from` points at the first element.
-inline void to_float32(const Conversions& convert, const void* from, at::ScalarType dtype,
-                       float* to, int64_t n) {
+// to = factor * from. `from` points at the first element.
+inline void to_float32(const TileKernels& kernels, const void* from, at::ScalarType dtype,
+                       float* to, int64_t n, float factor = 1) {
   if (dtype == at::kFloat) {
-    std::memcpy(to, from, n * sizeof(float));
+    kernels.scale(static_cast<const float*>(from), to, n, factor);
   } else if (dtype == at::kBFloat16) {
-    convert.widen_bfloat16(static_cast<const uint16_t*>(from), to, n);
+    kernels.convert.widen_bfloat16(static_cast<const uint16_t*>(from), to, n, factor);
   } else {
-    convert.widen_float16(static_cast<const uint16_t*>(from), to, n);
+    kernels.convert.widen_float16(static_cast<const uint16_t*>(from), to, n, factor);
   }
 }
 
-inline void from_float32(const Conversions& convert, const float* from, void* to,
+inline void from_float32(const TileKernels& kernels, const float* from, void* to,
                          at::ScalarType dtype, int64_t n) {
   if (dtype == at::kFloat) {
     std::memcpy(to, from, n * sizeof(float));
   } else if (dtype == at::kBFloat16) {
-    convert.narrow_to_bfloat16(from, static_cast<uint16_t*>(to), n);
+    kernels.convert.narrow_to_bfloat16(from, static_cast<uint16_t*>(to), n);
   } else {
-    convert.narrow_to_float16(from, static_cast<uint16_t*>(to), n);
+    kernels.convert.narrow_to_float16(from, static_cast<uint16_t*>(to), n);
   }
 }
 

@@ -40,8 +40,8 @@ inline uint16_t to_float16(float x) {
 }
 
 template <float (*kConvert)(uint16_t)>
-void widen(const uint16_t* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = kConvert(from[i]);
+void widen(const uint16_t* from, float* to, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; ++i) to[i] = factor * kConvert(from[i]);
 }
 
 template <uint16_t (*kConvert)(float)>

@@ -58,9 +58,17 @@ void GramChain::start_product(double a) {
   for (int64_t i = 0; i < q_.depth; ++i) *q_.at(i, i) += static_cast<float>(a);
 }
 
+// Whole, it is the transpose of Q that q_ holds, since a product takes its left factor transposed.
 void GramChain::extend_product(double a) {
-  multiply(spare_, z_, q_, 1, a, q_);
-  std::swap(q_, spare_);
+  if (q_.depth < kWholeBelow) {
+    transpose(kernels_, q_, spare_);
+    multiply_rows(kernels_,
+                  {.a = spare_, .b = z_, .beta = static_cast<float>(a), .c = q_, .out = q_}, 0,
+                  q_.padded_depth);
+  } else {
+    multiply(spare_, z_, q_, 1, a, q_);
+    std::swap(q_, spare_);
+  }
 }
 
 }  // namespace dmuon::cpu

@@ -5,10 +5,12 @@
 
 namespace dmuon::cpu {
 
-// Every matrix here is a polynomial in R, so every product is symmetric and half is computed.
+// Every matrix here is a polynomial in R, so every product is symmetric and half is computed. In
+// small matrices Q's product is computed whole, which errs half as much there.
 class GramChain {
  public:
   static constexpr int kMatrices = 4;
+  static constexpr int64_t kWholeBelow = 128;
 
   // data: kMatrices times Panels::floats(kernels, order, order)
   GramChain(const TileKernels& kernels, float* data, int64_t order, int threads);

@@ -18,7 +18,7 @@ double squares_of_row(const TileKernels& kernels, const View& view, int64_t firs
   double sum = 0;
   for (int64_t i = 0; i < n; i += kPiece) {
     const int64_t piece = std::min(kPiece, n - i);
-    to_float32(kernels.convert, element(view.data, view.dtype, first + i), view.dtype, wide, piece);
+    to_float32(kernels, element(view.data, view.dtype, first + i), view.dtype, wide, piece);
     sum += kernels.sum_of_squares(wide, piece);
   }
   return sum;
@@ -27,7 +27,7 @@ double squares_of_row(const TileKernels& kernels, const View& view, int64_t firs
 double at(const TileKernels& kernels, const View& view, int64_t index) {
   if (view.dtype == at::kDouble) return static_cast<const double*>(view.data)[index];
   float value;
-  to_float32(kernels.convert, element(view.data, view.dtype, index), view.dtype, &value, 1);
+  to_float32(kernels, element(view.data, view.dtype, index), view.dtype, &value, 1);
   return value;
 }
 
@@ -72,7 +72,7 @@ void fill(const TileKernels& kernels, const View& view, float value) {
   const View rows = view.wide() ? view : view.transposed();
   for (int64_t r = 0; r < rows.rows; ++r) {
     for (int64_t c = 0; c < rows.cols; ++c) {
-      from_float32(kernels.convert, &value, element(rows.data, rows.dtype, r * rows.row_stride + c),
+      from_float32(kernels, &value, element(rows.data, rows.dtype, r * rows.row_stride + c),
                    rows.dtype, 1);
     }
   }

@@ -26,13 +26,7 @@ void pack_along(const TileKernels& kernels, const View& view, int64_t row, int64
     for (int64_t lane = 0; lane < out.lanes; lane += out.width) {
       const int64_t n = std::min(out.width, out.lanes - lane);
       const void* from = element(view.data, view.dtype, (row + k) * view.row_stride + col + lane);
-      float* to = out.at(k, lane);
-      if (view.dtype == at::kFloat) {
-        kernels.scale(static_cast<const float*>(from), to, n, factor);
-      } else {
-        to_float32(kernels.convert, from, view.dtype, to, n);
-        kernels.scale(to, to, n, factor);
-      }
+      to_float32(kernels, from, view.dtype, out.at(k, lane), n, factor);
     }
   }
 }
@@ -51,8 +45,8 @@ void pack_across(const TileKernels& kernels, const View& view, int64_t row, int6
       int64_t stride = view.col_stride;
       if (view.dtype != at::kFloat) {
         for (int64_t i = 0; i < n; ++i) {
-          to_float32(kernels.convert, element(view.data, view.dtype, first + i * stride),
-                     view.dtype, wide + i * kPiece, piece);
+          to_float32(kernels, element(view.data, view.dtype, first + i * stride), view.dtype,
+                     wide + i * kPiece, piece);
         }
         from = wide;
         stride = kPiece;
@@ -79,7 +73,7 @@ void unpack(const TileKernels& kernels, const Panels& in, const View& view, int6
   for (int64_t k = 0; k < in.depth; ++k) {
     for (int64_t lane = 0; lane < in.lanes; lane += in.width) {
       const int64_t n = std::min(in.width, in.lanes - lane);
-      from_float32(kernels.convert, in.at(k, lane),
+      from_float32(kernels, in.at(k, lane),
                    element(view.data, view.dtype, (row + k) * view.row_stride + col + lane),
                    view.dtype, n);
     }

@@ -17,8 +17,8 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// A [depth, lanes] matrix, or a part of one. Lanes beyond the last, and rows up to a multiple of a
-// tile's rows, are zero (NaN where the matrix is): tiles at the edge are whole ones.
+// A [depth, lanes] matrix, or a part of one. Tiles at the edge are whole ones: they write to the
+// lanes beyond the last and to rows up to a multiple of a tile's rows, which no result reads.
 struct Panels {
   Panels(float* data, const TileKernels& kernels, int64_t depth, int64_t lanes)
       : data(data),

@@ -7,33 +7,59 @@ namespace {
 
 // One panel of B at this depth stays in the first-level cache while A's rows pass by.
 constexpr int64_t kDepth = 256;
-// Rows of A at full depth stay in the second-level cache while panels of B pass by.
-constexpr int64_t kPanelsOfRows = 4;
-
-void multiply_tile(const TileKernels& kernels, const Product& p, int64_t row, int64_t lane,
-                   int64_t lanes, int64_t k) {
-  const Panels& c = k == 0 ? p.c : p.out;
-  const int64_t vectors = (lanes + kernels.lanes - 1) / kernels.lanes;
-  const auto multiply = p.pairs ? kernels.multiply_pairs : kernels.multiply;
-  multiply[vectors - 1]({.a = p.a.at(k, row),
-                         .b = p.b.at(k, lane),
-                         .depth = std::min(kDepth, p.a.depth - k),
-                         .c = c.at(row, lane),
-                         .out = p.out.at(row, lane),
-                         .out_stride = p.out.width,
-                         .alpha = p.alpha,
-                         .beta = k == 0 ? p.beta : 1});
+// Panels of A that, at full depth, stay in the second-level cache while those of B pass by. The
+// more of them, the less often B comes from further away.
+int64_t panels_per_block(const Panels& a) {
+  constexpr int64_t kFloats = 192 * 1024;
+  return std::clamp<int64_t>(kFloats / (std::min(a.depth, 4 * kDepth) * a.width), 4, 16);
 }
 
-// Rows [begin, end) of one panel; where `lower`, of each tile what reaches the diagonal or lies
-// below it.
+// What the tiles of one panel of B have in common at one block of depth. Addresses are worked out
+// per panel: a division per tile would cost as much as a twentieth of the tile.
+struct PanelBlock {
+  PanelBlock(const TileKernels& kernels, const Product& p, int64_t lane, int64_t k)
+      : kernels(kernels),
+        multiply(p.pairs ? kernels.multiply_pairs : kernels.multiply),
+        c((k == 0 ? p.c : p.out).at(0, lane)),
+        out(p.out.at(0, lane)),
+        tile{.b = p.b.at(k, lane),
+             .depth = std::min(kDepth, p.a.depth - k),
+             .out_stride = p.out.width,
+             .alpha = p.alpha,
+             .beta = k == 0 ? p.beta : 1} {}
+
+  // a: where A's lane `row` begins at this depth.
+  void run(const float* a, int64_t row, int64_t vectors) {
+    tile.a = a;
+    tile.c = c + row * tile.out_stride;
+    tile.out = out + row * tile.out_stride;
+    multiply[vectors - 1](tile);
+  }
+
+  const TileKernels& kernels;
+  void (*const* multiply)(const Tile&);
+  const float* c;
+  float* out;
+  Tile tile;
+};
+
+// Rows [begin, end) of one panel, begin at the edge of a panel of A; where `lower`, of each tile
+// what reaches the diagonal or lies below it.
 void multiply_panel(const TileKernels& kernels, const Product& p, int64_t begin, int64_t end,
                     int64_t lane, bool lower) {
-  const int64_t all = std::min(p.out.width, p.out.lanes - lane);
+  const auto vectors_of = [&](int64_t lanes) {
+    return (lanes + kernels.lanes - 1) / kernels.lanes;
+  };
+  const int64_t all = vectors_of(std::min(p.out.width, p.out.lanes - lane));
   for (int64_t k = 0; k == 0 || k < p.a.depth; k += kDepth) {
-    for (int64_t row = begin; row < end; row += kernels.rows) {
-      const int64_t lanes = lower ? std::min(all, row + kernels.rows - lane) : all;
-      multiply_tile(kernels, p, row, lane, lanes, k);
+    PanelBlock block(kernels, p, lane, k);
+    for (int64_t panel = begin; panel < end; panel += p.a.width) {
+      const float* a = p.a.at(k, panel);
+      for (int64_t row = panel; row < std::min(end, panel + p.a.width); row += kernels.rows) {
+        const bool cut = lower && row < lane + p.out.width;
+        const int64_t vectors = cut ? std::min(all, vectors_of(row + kernels.rows - lane)) : all;
+        block.run(a + (row - panel), row, vectors);
+      }
     }
   }
 }
@@ -66,31 +92,31 @@ void mirror_panel(const TileKernels& kernels, const Panels& out, int64_t begin, 
 
 // Blocks of rows and, of each, the panels up to the diagonal.
 struct LowerBlocks {
-  LowerBlocks(const Panels& out)
-      : rows(kPanelsOfRows * out.width), blocks((out.lanes + rows - 1) / rows) {
+  LowerBlocks(const Panels& out, int64_t panels)
+      : panels(panels), rows(panels * out.width), blocks((out.lanes + rows - 1) / rows) {
     count = out.count();
-    for (int64_t block = 0; block + 1 < blocks; ++block) count += (block + 1) * kPanelsOfRows;
+    for (int64_t block = 0; block + 1 < blocks; ++block) count += (block + 1) * panels;
   }
 
   // The last blocks first: they are the largest.
-  std::pair<int64_t, int64_t> block_and_panel(int64_t task, int64_t panels) const {
-    int64_t block = blocks - 1, of_block = panels;
+  std::pair<int64_t, int64_t> block_and_panel(int64_t task, int64_t all) const {
+    int64_t block = blocks - 1, of_block = all;
     while (task >= of_block) {
       task -= of_block;
-      of_block = block * kPanelsOfRows;
+      of_block = block * panels;
       --block;
     }
     return {block, task};
   }
 
-  int64_t rows, blocks, count;
+  int64_t panels, rows, blocks, count;
 };
 
 }  // namespace
 
 void multiply_rows(const TileKernels& kernels, const Product& product, int64_t begin, int64_t end) {
   const Panels& out = product.out;
-  const int64_t step = kPanelsOfRows * out.width;
+  const int64_t step = panels_per_block(product.a) * out.width;
   for (int64_t row = begin; row < end; row += step) {
     for (int64_t lane = 0; lane < out.lanes; lane += out.width) {
       multiply_panel(kernels, product, row, std::min(row + step, end), lane, /*lower=*/false);
@@ -101,7 +127,7 @@ void multiply_rows(const TileKernels& kernels, const Product& product, int64_t b
 void multiply_symmetric(const TileKernels& kernels, const Product& product, bool mirror,
                         int threads) {
   const Panels& out = product.out;
-  const LowerBlocks blocks(out);
+  const LowerBlocks blocks(out, panels_per_block(product.a));
   for_each(threads, blocks.count, [&](int64_t task, int) {
     const auto [block, panel] = blocks.block_and_panel(task, out.count());
     const int64_t lane = panel * out.width;

@@ -9,15 +9,16 @@
 namespace dmuon::cpu {
 namespace {
 
-// Of gram over direct, in time per FLOP.
-constexpr double kGramHandicap = 1.1;
+// Below, there is little time to win and more error to lose.
+bool is_small(int64_t order) { return order < 128; }
+
+// By how much direct's FLOPs must exceed gram's: in time per FLOP gram takes a tenth more.
+double gram_handicap(int64_t order) { return is_small(order) ? 1.5 : 1.1; }
 
 // Without a restart the rounding of the first steps grows by the polynomial's slope at zero: 1e-3
-// of the result where singular values spread, up to 1e-2 in small matrices, which have no time to
-// win.
+// of the result where singular values spread, up to 1e-2 in small matrices.
 std::vector<int> open_restarts(int64_t order, bool bfloat16) {
-  constexpr int64_t kFromHereNone = 128;
-  return bfloat16 || order < kFromHereNone ? std::vector{2} : std::vector<int>{};
+  return bfloat16 || is_small(order) ? std::vector{2} : std::vector<int>{};
 }
 
 double gram_flops(double s, double l, double steps, double chains) {
@@ -39,11 +40,12 @@ Recipe recipe_for(int64_t rows, int64_t cols, const NewtonSchulz& options) {
   Recipe recipe{.isa = active_isa(), .steps = options.steps, .coefficients = options.coefficients};
   recipe.bfloat16 =
       options.dtype == NsDtype::bfloat16 && tile_kernels(recipe.isa).multiply_pairs[0] != nullptr;
-  recipe.bounds = chain_bounds(options, open_restarts(std::min(rows, cols), recipe.bfloat16));
+  const int64_t order = std::min(rows, cols);
+  recipe.bounds = chain_bounds(options, open_restarts(order, recipe.bfloat16));
   if (options.algorithm == NsAlgorithm::direct) return recipe;
   Recipe gram = recipe;
   gram.form = NsAlgorithm::gram;
-  const double cost = kGramHandicap * true_flops(gram, rows, cols);
+  const double cost = gram_handicap(order) * true_flops(gram, rows, cols);
   return cost < true_flops(recipe, rows, cols) ? gram : recipe;
 }
 

@@ -20,10 +20,10 @@ struct Tile {
   float beta;
 };
 
-// n elements, rounding to nearest even.
+// n elements. To float32 times a factor; from it, rounding to nearest even.
 struct Conversions {
-  void (*widen_bfloat16)(const uint16_t* from, float* to, int64_t n);
-  void (*widen_float16)(const uint16_t* from, float* to, int64_t n);
+  void (*widen_bfloat16)(const uint16_t* from, float* to, int64_t n, float factor);
+  void (*widen_float16)(const uint16_t* from, float* to, int64_t n, float factor);
   void (*narrow_to_bfloat16)(const float* from, uint16_t* to, int64_t n);
   void (*narrow_to_float16)(const float* from, uint16_t* to, int64_t n);
   // to[i] = the bits of low[i] and high[i] as bfloat16, low[i] in the lower half

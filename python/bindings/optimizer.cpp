@@ -56,6 +56,7 @@ void bind_optimizer(py::module_& m) {
              return std::pair(bytes.whole, bytes.in_shards);
            })
       .def("set_groups", &Optimizer::set_groups)
+      .def("ns_workspace_bytes", &Optimizer::ns_workspace_bytes)
       .def("ns_calls", &Optimizer::ns_calls)
       .def("ns_calls_last_step", &Optimizer::ns_calls_last_step)
       .def("ns_calls_per_matrix", &Optimizer::ns_calls_per_matrix);
