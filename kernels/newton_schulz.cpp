@@ -36,12 +36,6 @@ void require_fits(const NsJob& job) {
                             "float16 tensor of the same sizes there."));
 }
 
-// By the device's own library where there is one, else by ATen's products.
-at::Tensor newton_schulz_elsewhere(const at::Tensor& x, const NewtonSchulz& options) {
-  const at::Tensor there = newton_schulz_on_device(x, options);
-  return there.defined() ? there : newton_schulz_mm(x, options);
-}
-
 }  // namespace
 
 void require_matrices(const at::Tensor& x) {
@@ -72,7 +66,8 @@ at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
   options.validate();
   require_matrices(x);
   const at::NoGradGuard no_grad;
-  if (!x.is_cpu() && x.numel() != 0) return newton_schulz_elsewhere(x, options);
+  const at::Tensor there = x.numel() != 0 ? newton_schulz_on_device(x, options) : at::Tensor();
+  if (there.defined()) return there;
   const at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat));
   NsWorkspace workspace;
   newton_schulz({{x, out}}, options, workspace);
@@ -87,10 +82,13 @@ void newton_schulz(const std::vector<NsJob>& jobs, const NewtonSchulz& options,
   for (const NsJob& job : jobs) {
     require_fits(job);
     if (job.in.numel() == 0) continue;
-    if (job.in.is_cpu()) {
+    const at::Tensor there = newton_schulz_on_device(job.in, options);
+    if (there.defined()) {
+      job.out.copy_(there);
+    } else if (job.in.is_cpu()) {
       on_cpu.push_back(job);
     } else {
-      job.out.copy_(newton_schulz_elsewhere(job.in, options));
+      job.out.copy_(newton_schulz_mm(job.in, options));
     }
   }
   cpu::newton_schulz_list(on_cpu, options, workspace);
