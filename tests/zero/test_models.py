@@ -76,7 +76,7 @@ def check_activation_checkpointing(rank, world_size, stage, how):
     def forward(model, x, step, rank):
         return model(x, HOW[how]) if hasattr(model, "module") else model(x)
 
-    for config in ({"gas": 2, "clip": 0.1}, BF16):
+    for config in ({"gas": 2, "clip": 0.1}, BF16)[: 2 if stage == 3 else 1]:
         check_zero(rank, world_size, stage, make_model=Recomputed, forward=forward, **config)
 
 
