@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dmuon import plain_data
 from dmuon.safe_storage import DataFile, bytes_of
 
 MANIFEST, MARKER = "manifest.json", "COMMIT"
@@ -51,7 +52,7 @@ def read_manifest(directory: Path) -> dict:
     try:
         manifest = json.loads(text)
         problem = _problem(directory, manifest)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = f"is no manifest of a checkpoint: {error!r}"
     if problem:
         raise ValueError(f"{path} {problem}.")
@@ -71,6 +72,7 @@ def _problem(directory: Path, manifest: Mapping) -> str:
         return f"has format {manifest.get('format')!r}; this dmuon reads {FORMAT}"
     if set(manifest) != _KEYS:
         return f"has the keys {sorted(manifest)}; it must have {sorted(_KEYS)}"
+    int(manifest["step"]), plain_data.loads(manifest["groups"]), plain_data.loads(manifest["extra"])
     problems = (_file_problem(directory, name) for name in manifest["files"])
     problems = [*problems, *(_tensor_problem(*item) for item in manifest["tensors"].items())]
     return next(filter(None, problems), "") or _gap(manifest)

@@ -69,7 +69,8 @@ def save_checkpoint(
     _agree_on(runtime, directory, step, keep_last)
     root = Path(directory)
     final, part = _paths(root, step)
-    on_first_rank(runtime, lambda: _make_room(root, final, part))
+    on_first_rank(runtime, lambda: _check_free(final))
+    _carry_out(runtime, part, lambda: _make_room(root, part) if is_first(runtime) else None)
     state = State(model, optimizer)
     _carry_out(runtime, part, lambda: _write(runtime, part, step, state, text))
     _carry_out(runtime, part, lambda: _commit(part, final) if is_first(runtime) else None)
@@ -110,9 +111,12 @@ def _agree_on(runtime: Runtime, directory, step: int, keep_last: int | None) -> 
     )
 
 
-def _make_room(root: Path, final: Path, part: Path) -> None:
-    if final.exists():
+def _check_free(final: Path) -> None:
+    if os.path.lexists(final):
         raise ValueError(f"{final} is there already. Remove it, or save another step.")
+
+
+def _make_room(root: Path, part: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for left in root.iterdir():  # of saves that did not end
         if _LEFT.fullmatch(left.name):
