@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+import torch.distributed as dist
+
 from dmuon import _C
 
 T = TypeVar("T")
@@ -30,3 +32,30 @@ def raise_everywhere(control, error: Exception) -> NoReturn:
     except ValueError as everywhere:
         raise everywhere from error
     raise AssertionError("an agreement with an error agreed")
+
+
+def is_first(runtime) -> bool:
+    """Whether this is the job's first rank."""
+    return runtime.global_rank == runtime.axes.job[0]
+
+
+def on_every_rank(runtime, work: Callable):
+    """Its result, or on all ranks the ValueError of those that raised one, or an OSError. Collective."""
+    result, problem = None, ""
+    try:
+        result = work()
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    _C.agree(runtime.control.group_name, [], problem)
+    return result
+
+
+def on_first_rank(runtime, work: Callable) -> None:
+    on_every_rank(runtime, work if is_first(runtime) else lambda: None)
+
+
+def from_first_rank(runtime, work: Callable):
+    """Its result there, on every rank."""
+    told = [on_every_rank(runtime, work if is_first(runtime) else lambda: None)]
+    dist.broadcast_object_list(told, src=runtime.axes.job[0], group=runtime.control)
+    return told[0]

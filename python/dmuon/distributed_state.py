@@ -12,7 +12,8 @@ from dmuon.pieces import Pieces
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.tensor_parallel import local_part
 
-_NOT_SAVED = ("params", "group_name", "route")
+# tp_distributed_gram says where momenta lie here; what is saved lies anywhere.
+_NOT_SAVED = ("params", "group_name", "route", "tp_distributed_gram")
 
 
 def state_dict(model: nn.Module, optimizer: Muon | None = None) -> "State":
@@ -136,8 +137,7 @@ def _load_optimizer(runtime: Runtime, optimizer: Muon, given: Mapping) -> None:
     dedicated = {id(p.parameter): p for p in runtime.params}
     names = optimizer.parameter_names()
     for group in optimizer.param_groups:
-        settings = given["param_groups"][group["group_name"]]
-        group |= {key: value for key, value in settings.items() if key not in _NOT_SAVED}
+        _set(group, given["param_groups"][group["group_name"]])
         for p in group["params"]:
             entry, param = given["state"][names[id(p)]], dedicated.get(id(p))
             if param is None:
@@ -149,3 +149,13 @@ def _load_optimizer(runtime: Runtime, optimizer: Muon, given: Mapping) -> None:
                 if not isinstance(value, OwnedTensor):
                     mine.copy_(_memory(value))
     optimizer.state_was_loaded()
+
+
+def _set(group: dict, settings: Mapping) -> None:
+    """A setting that is a tensor stays that tensor, which compiled code and schedulers may hold."""
+    for key, value in settings.items():
+        mine = group.get(key)
+        if isinstance(mine, torch.Tensor):
+            mine.fill_(float(value))
+        elif key not in _NOT_SAVED:
+            group[key] = value

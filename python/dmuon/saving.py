@@ -1,25 +1,28 @@
 """Checkpoints that survive a crash at any moment, and load at any topology."""
 
-import json
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dmuon import _C, safe_storage
+from dmuon import _C, manifest, plain_data
+from dmuon.agreement import from_first_rank, is_first, on_every_rank, on_first_rank
 from dmuon.distributed_state import State
 from dmuon.full_state import misfits
 from dmuon.optimizer import Muon
 from dmuon.runtime import Runtime, runtime_of_whole
+from dmuon.safe_storage import Reader, Writer
 
 _NAME = re.compile(r"step_(\d{10})")
+_LEFT = re.compile(r"\.step_\d{10}\.(part|old)")
 
 
 @dataclass(frozen=True)
@@ -48,87 +51,113 @@ def save_checkpoint(
     Args:
         directory: on a file system that all ranks share. Made where it is missing.
         step: at least 0; the checkpoint's name.
-        extra: what else to save, as JSON: ``{"scheduler": scheduler.state_dict()}``.
-        keep_last: afterwards remove all but this many of the newest checkpoints.
+        extra: what else to save, plain data: ``{"scheduler": scheduler.state_dict()}``. The job's first rank's
+            counts.
+        keep_last: afterwards remove all but this many of the newest checkpoints, and never this one.
 
     Returns:
         The checkpoint's path.
 
     Raises:
-        ValueError: on all ranks: that step is there already; an argument is out of range.
+        ValueError: on all ranks: that step is there already; an argument is out of range, or not the same on
+            every rank.
         RuntimeError: on all ranks: writing failed on one of them, with its reason. What was there before is
             there still, and training can go on.
     """
     runtime = runtime_of_whole(model)
+    text = on_every_rank(runtime, lambda: _checked(step, extra, keep_last))
+    _agree_on(runtime, directory, step, keep_last)
     root = Path(directory)
     final, part = _paths(root, step)
-    text = _on_every_rank(runtime, lambda: _check(step, extra, keep_last))
-    _on_first_rank(runtime, lambda: _make_room(root, final, part))
+    on_first_rank(runtime, lambda: _check_free(final))
+    _carry_out(runtime, part, lambda: _make_room(root, part) if is_first(runtime) else None)
     state = State(model, optimizer)
-    writer = safe_storage.JsonWriter(part)
-    _carry_out(
-        runtime,
-        step,
-        lambda: dcp.save(_tensors(state), storage_writer=writer, process_group=runtime.control),
-    )
-    mine = _carry_out(
-        runtime, step, lambda: {f: safe_storage.fingerprint(part / f) for f in sorted(writer.files)}
-    )
-    files = _gathered(runtime, mine)
-    content = {
-        "format": safe_storage.FORMAT,
-        "step": step,
-        "ranks": len(runtime.global_ranks),
-        "tensors": writer.tensors,
-        "groups": state.get("optim", {}).get("param_groups", {}),
-        "extra": json.loads(text),
-        "files": files,
-    }
-    _carry_out(runtime, step, lambda: _commit(runtime, part, final, content, keep_last))
+    _carry_out(runtime, part, lambda: _write(runtime, part, step, state, text))
+    _carry_out(runtime, part, lambda: _commit(part, final) if is_first(runtime) else None)
+    if keep_last is not None and is_first(runtime):
+        _remove_old(final, keep_last)
     return str(final)
 
 
-def _paths(root: Path, step) -> tuple[Path, Path]:
-    name = f"step_{int(step):010d}"
+def _paths(root: Path, step: int) -> tuple[Path, Path]:
+    name = f"step_{step:010d}"
     return root / name, root / f".{name}.part"
 
 
-def _check(step, extra, keep_last) -> str:
+def _checked(step, extra, keep_last) -> str:
+    """``extra`` as it is saved."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**10:
         raise ValueError(f"step is {step!r}; it must be a whole number from 0 to 9999999999.")
-    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+    whole = isinstance(keep_last, int) and not isinstance(keep_last, bool)
+    if keep_last is not None and not (whole and keep_last >= 1):
         raise ValueError(
             f"keep_last is {keep_last!r}; it must be a whole number of at least 1, or None."
         )
     try:
-        return json.dumps(dict(extra or {}))
-    except TypeError as error:
+        return plain_data.dumps(dict(extra or {}))
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"extra is not JSON: {error}. Tensors belong to the model's buffers."
+            f"extra is not plain data: {error}. Tensors belong to the model's buffers."
         ) from error
 
 
-def _make_room(root: Path, final: Path, part: Path) -> None:
-    if final.exists():
+def _agree_on(runtime: Runtime, directory, step: int, keep_last: int | None) -> None:
+    given = {"directory": os.fspath(directory), "step": step, "keep_last": keep_last}
+    _C.agree(
+        runtime.control.group_name,
+        [f"{key}\t{value}" for key, value in given.items()],
+        subject="save the same checkpoint",
+        advice="Give the same arguments on every rank.",
+    )
+
+
+def _check_free(final: Path) -> None:
+    if os.path.lexists(final):
         raise ValueError(f"{final} is there already. Remove it, or save another step.")
+
+
+def _make_room(root: Path, part: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    if part.exists():  # of a save that did not end
-        shutil.rmtree(part)
+    for left in root.iterdir():  # of saves that did not end
+        if _LEFT.fullmatch(left.name):
+            shutil.rmtree(left)
     part.mkdir()
 
 
-def _commit(
-    runtime: Runtime, part: Path, final: Path, content: dict, keep_last: int | None
-) -> None:
-    if not _is_first(runtime):
-        return
-    safe_storage.write_manifest(part, content)
+def _write(runtime: Runtime, part: Path, step: int, state: State, extra: str) -> None:
+    writer = Writer(part)
+    dcp.save(_tensors(state), storage_writer=writer, process_group=runtime.control)
+    if is_first(runtime):
+        groups = state.get("optim", {}).get("param_groups", {})
+        content = {
+            "step": step,
+            "ranks": len(runtime.global_ranks),
+            "tensors": writer.tensors,
+            "groups": plain_data.dumps({name: _plain(group) for name, group in groups.items()}),
+            "extra": extra,
+            "files": writer.files,
+        }
+        manifest.write_manifest(part, content)
+
+
+def _plain(group: Mapping) -> dict:
+    """A learning rate may be a tensor."""
+    return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+
+
+def _commit(part: Path, final: Path) -> None:
     os.rename(part, final)
-    safe_storage.sync(final.parent)
-    for path in _committed(final.parent)[keep_last:] if keep_last else ():
-        doomed = path.with_name(f".{path.name}.old")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    manifest.sync(final.parent)
+
+
+def _remove_old(saved: Path, keep_last: int) -> None:
+    """What cannot be removed stays, and the next save tries again."""
+    for path in _committed(saved.parent)[keep_last:]:
+        if path != saved:
+            with contextlib.suppress(OSError):
+                doomed = path.with_name(f".{path.name}.old")
+                os.rename(path, doomed)
+                shutil.rmtree(doomed)
 
 
 def _committed(root: Path) -> list[Path]:
@@ -165,17 +194,17 @@ def load_checkpoint(
     """
     runtime = runtime_of_whole(model)
     root = Path(directory)
-    path, manifest = _from_first_rank(runtime, lambda: _chosen(root, step))
-    _on_every_rank(runtime, lambda: _verify(runtime, root, path, manifest))
+    path, content = from_first_rank(runtime, lambda: _chosen(root, step))
+    on_every_rank(runtime, lambda: _verify(runtime, root, path, content))
     state = State(model, optimizer)
     tensors = _tensors(state)
-    _on_every_rank(runtime, lambda: _check_fit(path, manifest, tensors, state))
-    reader = safe_storage.JsonReader(path, manifest)
+    on_every_rank(runtime, lambda: _check_fit(path, content, tensors, state))
+    reader = Reader(path, content)
     dcp.load(tensors, storage_reader=reader, process_group=runtime.control)
     if optimizer is not None:
-        state["optim"]["param_groups"] = manifest["groups"]
+        state["optim"]["param_groups"] = plain_data.loads(content["groups"])
     state.load_state_dict(state)
-    return Checkpoint(manifest["step"], str(path), manifest["extra"])
+    return Checkpoint(content["step"], str(path), plain_data.loads(content["extra"]))
 
 
 def _chosen(root: Path, step: int | None) -> tuple[Path, dict]:
@@ -188,7 +217,7 @@ def _chosen(root: Path, step: int | None) -> tuple[Path, dict]:
             f"{root} has no checkpoint of step {step}; it has {', '.join(map(_step_of, there))}."
         )
     try:
-        return path, safe_storage.read_manifest(path)
+        return path, manifest.read_manifest(path)
     except ValueError as error:
         raise ValueError(f"{error}{_offer(root, path)}") from error
 
@@ -197,11 +226,11 @@ def _step_of(path: Path) -> str:
     return str(int(_NAME.fullmatch(path.name)[1]))
 
 
-def _verify(runtime: Runtime, root: Path, path: Path, manifest: Mapping) -> None:
+def _verify(runtime: Runtime, root: Path, path: Path, content: Mapping) -> None:
     """The ranks share the files out."""
     ranks = runtime.axes.job
-    mine = sorted(manifest["files"])[ranks.index(runtime.global_rank) :: len(ranks)]
-    problem = next(filter(None, (safe_storage.damage(path, manifest, name) for name in mine)), "")
+    mine = sorted(content["files"])[ranks.index(runtime.global_rank) :: len(ranks)]
+    problem = next(filter(None, (manifest.damage(path, content, name) for name in mine)), "")
     if problem:
         raise ValueError(f"{problem}{_offer(root, path)}")
 
@@ -215,84 +244,48 @@ def _offer(root: Path, bad: Path) -> str:
 
 def _is_whole(path: Path) -> bool:
     try:
-        manifest = safe_storage.read_manifest(path)
+        content = manifest.read_manifest(path)
     except ValueError:
         return False
-    return not any(safe_storage.damage(path, manifest, name) for name in manifest["files"])
+    return not any(manifest.damage(path, content, name) for name in content["files"])
 
 
-def _check_fit(path: Path, manifest: Mapping, tensors: Mapping, state: Mapping) -> None:
+def _check_fit(path: Path, content: Mapping, tensors: Mapping, state: Mapping) -> None:
     wanted = {name: tuple(t.size()) for name, t in tensors.items()}
     if "optim" not in state:
-        saved = {n: t for n, t in manifest["tensors"].items() if n.startswith("model.")}
+        saved = {n: t for n, t in content["tensors"].items() if n.startswith("model.")}
     else:
-        saved = manifest["tensors"]
+        saved = content["tensors"]
     given = {name: torch.empty(tensor["size"], device="meta") for name, tensor in saved.items()}
     problem = misfits(str(path), given, wanted)
-    missing = [
-        g for g in state.get("optim", {}).get("param_groups", {}) if g not in manifest["groups"]
-    ]
-    if problem or missing:
-        raise ValueError(
-            problem
-            or f"{path} has no param group {missing[0]!r}; it has {', '.join(manifest['groups'])}."
-        )
+    saved_groups = plain_data.loads(content["groups"])
+    groups = state.get("optim", {}).get("param_groups", {})
+    missing = [name for name in groups if name not in saved_groups]
+    if missing and not problem:
+        problem = f"{path} has no param group {missing[0]!r}; it has {', '.join(saved_groups)}."
+    if problem:
+        raise ValueError(problem)
 
 
-# What one rank meets is everybody's.
-
-
-def _is_first(runtime: Runtime) -> bool:
-    return runtime.global_rank == runtime.axes.job[0]
-
-
-def _on_every_rank(runtime: Runtime, work):
-    """Its result, or on all ranks the ValueError of the ranks that raised one."""
-    result, problem = None, ""
+def _carry_out(runtime: Runtime, part: Path, work: Callable[[], None]) -> None:
+    """One part of a save: where it fails on a rank, all raise, and nothing is left of it."""
+    problem = ""
     try:
-        result = work()
-    except (ValueError, OSError) as error:
-        problem = str(error)
-    _C.agree(runtime.control.group_name, [], problem)
-    return result
-
-
-def _on_first_rank(runtime: Runtime, work) -> None:
-    _on_every_rank(runtime, work if _is_first(runtime) else lambda: None)
-
-
-def _from_first_rank(runtime: Runtime, work):
-    result = _on_every_rank(runtime, work if _is_first(runtime) else lambda: None)
-    told = [result]
-    dist.broadcast_object_list(told, src=runtime.axes.job[0], group=runtime.control)
-    return told[0]
-
-
-def _carry_out(runtime: Runtime, step: int, work):
-    """One part of a save: where it fails on a rank, all raise."""
-    result, problem = None, ""
-    try:
-        result = work()
-    except Exception as error:
-        problem = f"saving step {step} failed: {_reason(error)}. Nothing that was there before has changed."
+        work()
+    except (Exception, CheckpointException) as error:
+        problem = f"saving {part.parent} failed: {_reason(error)}. Nothing that was there before has changed."
     try:
         _C.agree(runtime.control.group_name, [], problem)
     except ValueError as error:
+        if is_first(runtime):
+            shutil.rmtree(part, ignore_errors=True)
         raise RuntimeError(str(error)) from None
-    return result
 
 
 def _reason(error: BaseException) -> str:
     """The first cause; torch wraps each rank's."""
     failures = getattr(error, "failures", None)
     if failures:
-        rank, (cause, _) = next(iter(failures.items()))
+        rank, (cause, _) = min(failures.items(), key=lambda item: item[0])
         return f"{cause} (rank {rank})"
     return str(error) or type(error).__name__
-
-
-def _gathered(runtime: Runtime, mine: dict) -> dict:
-    """Everybody's, on the job's first rank; elsewhere nothing."""
-    everyone = [None] * len(runtime.axes.job) if _is_first(runtime) else None
-    dist.gather_object(mine, everyone, dst=runtime.axes.job[0], group=runtime.control)
-    return {key: value for one in everyone or () for key, value in one.items()}
