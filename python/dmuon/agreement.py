@@ -39,15 +39,9 @@ def is_first(runtime) -> bool:
     return runtime.global_rank == runtime.axes.job[0]
 
 
-def on_every_rank(runtime, work: Callable):
-    """Its result, or on all ranks the ValueError of those that raised one, or an OSError. Collective."""
-    result, problem = None, ""
-    try:
-        result = work()
-    except (ValueError, OSError) as error:
-        problem = str(error)
-    _C.agree(runtime.control.group_name, [], problem)
-    return result
+def on_every_rank(runtime, work: Callable[[], T]) -> T:
+    """``together`` over the job of ``runtime``."""
+    return together(runtime.control, work)
 
 
 def on_first_rank(runtime, work: Callable) -> None:
