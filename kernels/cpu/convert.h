@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "kernels/cpu/tile.h"
 
@@ -31,7 +30,7 @@ inline void to_float32(const TileKernels& kernels, const void* from, at::ScalarT
 inline void from_float32(const TileKernels& kernels, const float* from, void* to,
                          at::ScalarType dtype, int64_t n) {
   if (dtype == at::kFloat) {
-    std::memcpy(to, from, n * sizeof(float));
+    kernels.scale(from, static_cast<float*>(to), n, 1);
   } else if (dtype == at::kBFloat16) {
     kernels.convert.narrow_to_bfloat16(from, static_cast<uint16_t*>(to), n);
   } else {

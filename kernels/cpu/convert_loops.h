@@ -1,6 +1,10 @@
 // 16-bit floats to float32 and back, to nearest even. Plain integer arithmetic without branches,
 // which each file compiled for one level of instructions turns into its own vectors.
 #pragma once
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 
 #include "kernels/cpu/tile.h"
@@ -40,26 +44,52 @@ inline uint16_t to_float16(float x) {
 }
 
 template <float (*kConvert)(uint16_t)>
-void widen(const uint16_t* from, float* to, int64_t n, float factor) {
+void widen(const uint16_t* __restrict from, float* __restrict to, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) to[i] = factor * kConvert(from[i]);
 }
 
 template <uint16_t (*kConvert)(float)>
-void narrow(const float* from, uint16_t* to, int64_t n) {
+void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = kConvert(from[i]);
 }
 
-inline void narrow_to_pairs(const float* low, const float* high, float* to, int64_t n) {
+inline void narrow_to_pairs(const float* __restrict low, const float* __restrict high,
+                            float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     to[i] = float_of(static_cast<uint32_t>(to_bfloat16(high[i])) << 16 | to_bfloat16(low[i]));
   }
 }
 
+#if defined(__F16C__)
+inline void widen_float16(const uint16_t* __restrict from, float* __restrict to, int64_t n,
+                          float factor) {
+  const __m256 by = _mm256_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm256_storeu_ps(to + i, _mm256_mul_ps(by, _mm256_cvtph_ps(half)));
+  }
+  widen<from_float16>(from + i, to + i, n - i, factor);
+}
+
+inline void narrow_to_float16(const float* __restrict from, uint16_t* __restrict to, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
+  }
+  narrow<to_float16>(from + i, to + i, n - i);
+}
+#else
+constexpr auto widen_float16 = widen<from_float16>;
+constexpr auto narrow_to_float16 = narrow<to_float16>;
+#endif
+
 constexpr Conversions kConversions = {
     .widen_bfloat16 = widen<from_bfloat16>,
-    .widen_float16 = widen<from_float16>,
+    .widen_float16 = widen_float16,
     .narrow_to_bfloat16 = narrow<to_bfloat16>,
-    .narrow_to_float16 = narrow<to_float16>,
+    .narrow_to_float16 = narrow_to_float16,
     .narrow_to_pairs = narrow_to_pairs,
 };
 

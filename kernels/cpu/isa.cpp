@@ -1,5 +1,9 @@
 #include "kernels/cpu/isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -13,18 +17,24 @@ constexpr int kNotForced = -1;
 std::atomic<int> forced{kNotForced};
 
 #if defined(__x86_64__)
+// Not every compiler's builtin knows this one.
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
 bool runs(Isa isa) {
   switch (isa) {
     case Isa::portable:
       return true;
     case Isa::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case Isa::avx512:
       return runs(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl");
     case Isa::avx512_bf16:
-      return runs(Isa::avx512) && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512bf16");
+      return runs(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
   }
   return false;
 }
