@@ -4,6 +4,8 @@ A dedicated weight lies on its owner alone. ``model.state_dict()`` holds the val
 ``OwnedTensor`` elsewhere: it has shape and dtype and refuses to give numbers it does not have.
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +16,11 @@ from dmuon.hooks import name_of_nothing, nothing
 from dmuon.tensor_parallel import local_part, wrap_like
 
 _QUIET = ("detach", "alias")
+
+
+def asked_by_torch_distributed() -> bool:
+    """Whether the caller of the function that calls this is a part of it."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.")
 
 
 class OwnedTensor(torch.Tensor):
@@ -65,7 +72,12 @@ class OwnedTensor(torch.Tensor):
         return self
 
     def data_ptr(self) -> int:
-        return 0
+        if asked_by_torch_distributed():
+            return 0  # no memory to copy
+        raise self._refusal()
+
+    def storage(self):  # what safetensors asks for
+        raise self._refusal()
 
     def __reduce_ex__(self, protocol):
         raise self._refusal()

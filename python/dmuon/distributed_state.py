@@ -12,7 +12,8 @@ from dmuon.pieces import Pieces
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.tensor_parallel import local_part
 
-_NOT_SAVED = ("params", "group_name", "route")
+# tp_distributed_gram says where momenta lie here; what is saved lies anywhere.
+_NOT_SAVED = ("params", "group_name", "route", "tp_distributed_gram")
 
 
 def state_dict(model: nn.Module, optimizer: Muon | None = None) -> "State":

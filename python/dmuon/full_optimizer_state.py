@@ -14,7 +14,8 @@ from dmuon.runtime import Runtime, runtime_of_whole
 
 # A group of torch.optim.Muon has it. Its momentum is a running mean, ours a running sum.
 _OF_TORCH_MUON = "ns_coefficients"
-_NOT_SETTINGS = ("params", "group_name", "route", "param_names")
+_PLACING = "tp_distributed_gram"  # says where momenta lie: nothing for a state that is whole
+_NOT_SETTINGS = ("params", "group_name", "route", "param_names", _PLACING)
 _MASTER = "master"  # the float32 weight of a 16-bit parameter: an entry that may be missing
 _WHAT = "the optimizer's state_dict"
 
@@ -82,7 +83,7 @@ def _whole_state(optimizer, p, param, mean: float) -> Iterator[tuple[str, torch.
 
 
 def _named(group: Mapping, names: Mapping[int, str], as_torch: bool) -> dict:
-    left_out = _NOT_SETTINGS if as_torch else ("params",)
+    left_out = _NOT_SETTINGS if as_torch else ("params", _PLACING)
     settings = {key: value for key, value in group.items() if key not in left_out}
     return {"params": [names[id(p)] for p in group["params"]], **settings}
 

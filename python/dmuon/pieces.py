@@ -8,6 +8,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from dmuon.checkpoint import asked_by_torch_distributed
+
 
 class Pieces(torch.Tensor):
     """A shard of a tensor-parallel weight, or of its state. DTensors do for most, but not where a rank's
@@ -30,8 +32,12 @@ class Pieces(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func.__name__.split(".")[0] in ("detach", "alias"):
             return args[0]
-        raise RuntimeError(
-            f"{func.__name__} of a tensor-parallel shard in dmuon.state_dict. It is for "
+        raise cls._refusal(func.__name__)
+
+    @staticmethod
+    def _refusal(what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} of a tensor-parallel shard in dmuon.state_dict. It is for "
             "torch.distributed.checkpoint; dmuon.get_model_state_dict gives whole tensors."
         )
 
@@ -44,7 +50,9 @@ class Pieces(torch.Tensor):
         return Pieces(self.local, self.shape, self._dim, self._ranges)
 
     def data_ptr(self) -> int:
-        return 0
+        if asked_by_torch_distributed():
+            return 0
+        raise self._refusal("data_ptr")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if not self.local.numel():
