@@ -80,7 +80,10 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
     for name, mine in wanted.items():
         value = source.given[name] if source.has_it else None
         value = source.take(value, mine.shape, mine.dtype, mine.device)
-        value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(value)
+        if name in dedicated:
+            runtime.set_value(dedicated[name], value)
+        else:
+            runtime.front.assign(mine, value)
     runtime.engine.spread_values()
     runtime.engine.show_residents()
 
