@@ -79,7 +79,10 @@ class OwnedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         if asked_by_torch_distributed():
-            return 0  # no memory to copy; safetensors would take it for an empty tensor, and write that
+            return 0  # no memory to copy
+        raise self._refusal()
+
+    def storage(self):  # what safetensors asks for
         raise self._refusal()
 
     def __reduce_ex__(self, protocol):
