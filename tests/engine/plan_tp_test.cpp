@@ -167,7 +167,9 @@ class PlanTpMany : public ::testing::TestWithParam<Job> {
 TEST_P(PlanTpMany, IsNeverWorseThanLptInTheJobOrInACell) {
   for (const OwnershipPlan& plan : plans()) {
     // Where a whole cell works on a matrix, a rank may have that one and its own.
-    if (!GetParam().adamw) EXPECT_FALSE(idle_beside_two(plan));
+    if (!GetParam().adamw) {
+      EXPECT_FALSE(idle_beside_two(plan));
+    }
     EXPECT_LE(plan.report.max_load, mixed_lpt_makespan(plan) * (1 + kRounding));
     EXPECT_GE(plan.report.max_load, plan.report.lower_bound * (1 - kRounding));
     for (const auto& [cell, costs] : costs_by_cell(plan)) {
