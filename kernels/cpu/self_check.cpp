@@ -96,6 +96,11 @@ bool trusted(const Recipe& recipe, int64_t rows, int64_t cols) {
   return verdicts[key] = check(recipe, rows, cols);
 }
 
+void set_verdict(const Recipe& recipe, int64_t rows, int64_t cols, bool trusted) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  verdicts[class_of(recipe, rows, cols)] = trusted;
+}
+
 bool not_distrusted(const Recipe& recipe, int64_t rows, int64_t cols) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto known = verdicts.find(class_of(recipe, rows, cols));

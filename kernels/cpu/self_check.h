@@ -15,6 +15,9 @@ double error_of(const TileKernels& kernels, const Recipe& recipe, int64_t rows, 
 // milliseconds; where the error is larger than rounding explains, it warns once.
 bool trusted(const Recipe& recipe, int64_t rows, int64_t cols);
 
+// As if the check of this class had ended so. For tests.
+void set_verdict(const Recipe& recipe, int64_t rows, int64_t cols, bool trusted);
+
 // What is known so far, without a check: true for a class that has not been used.
 bool not_distrusted(const Recipe& recipe, int64_t rows, int64_t cols);
 

@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 #endif
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -42,6 +44,7 @@ void Arena::reserve(int64_t floats) {
 float* Arena::take(int64_t floats) {
   float* data = data_.get() + taken_;
   taken_ += rounded(floats);
+  TORCH_INTERNAL_ASSERT(taken_ <= size_, "Newton-Schulz asked for ", taken_, " floats of ", size_);
   return data;
 }
 

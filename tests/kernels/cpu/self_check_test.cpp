@@ -26,6 +26,18 @@ TEST_P(SelfCheck, SeesAKernelThatGetsOneTileWrong) {
   EXPECT_FALSE(error_of(broken, recipe, 7, 23) < 0.1) << "NaN counts as wrong";
 }
 
+TEST_P(SelfCheck, WhereItFailsTorchsProductsRunAndTheNameSaysSo) {
+  const at::Tensor x = float32(random_matrix({20, 160}));
+  const Recipe recipe = recipe_for(20, 160, {});
+  set_verdict(recipe, 20, 160, false);
+  EXPECT_EQ(newton_schulz_kernel(1, 20, 160, {}), "gram/mm/float32");
+  EXPECT_LT(distance(newton_schulz(x, {}), exact(x)), kTolerance);
+  const NewtonSchulz direct = with(NsAlgorithm::direct);
+  EXPECT_EQ(newton_schulz_kernel(1, 20, 160, direct), recipe_name(recipe_for(20, 160, direct)))
+      << "another class is not touched";
+  set_verdict(recipe, 20, 160, true);
+}
+
 INSTANTIATE_TEST_SUITE_P(Levels, SelfCheck, ::testing::ValuesIn(available_isas()), name_of);
 
 }  // namespace
