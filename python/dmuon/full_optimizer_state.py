@@ -54,7 +54,7 @@ def get_optimizer_state_dict(
             kept = {key: snapshot(v, cpu_offload) if receives else None for key, v in values}
             if kept:
                 state[names[id(p)]] = kept
-    groups = [_named(group, names, as_torch) for group in optimizer.param_groups]
+    groups = [_named(group, names, optimizer, as_torch) for group in optimizer.param_groups]
     return {"state": state, "param_groups": groups} if receives else {}
 
 
@@ -82,9 +82,11 @@ def _whole_state(optimizer, p, param, mean: float) -> Iterator[tuple[str, torch.
         yield _MASTER, from_owner(param, param._owned_data)
 
 
-def _named(group: Mapping, names: Mapping[int, str], as_torch: bool) -> dict:
+def _named(group: Mapping, names: Mapping[int, str], optimizer: Muon, as_torch: bool) -> dict:
     left_out = _NOT_SETTINGS if as_torch else ("params", _PLACING)
     settings = {key: value for key, value in group.items() if key not in left_out}
+    if as_torch and group["route"] == "muon":
+        settings |= optimizer.torch_settings()
     return {"params": [names[id(p)] for p in group["params"]], **settings}
 
 

@@ -120,12 +120,15 @@ def check_pretrained(rank, world_size, kind, root):
     want = dmuon.get_model_state_dict(run.model, rank0_only=False)
     if kind == "ddp":
         run.model.save_pretrained(f"{root}/{rank}")
-        assert_same(pretrained(f"{root}/{rank}"), want)
-    else:
-        with pytest.raises(RuntimeError, match=CALL):
+        if rank == 0:  # the only one that transformers lets write
+            assert_same(pretrained(f"{root}/{rank}"), want)
+    else:  # by our error, or by torch's where it meets a DTensor of FSDP2's first
+        with pytest.raises(RuntimeError, match=f"{CALL}|Please redistribute"):
             run.model.save_pretrained(f"{root}/{rank}")
     if rank == 0:
-        run.model.save_pretrained(f"{root}/whole", state_dict=want)
+        run.model.save_pretrained(
+            f"{root}/whole", state_dict=dict(want)
+        )  # it empties the one it gets
         assert_same(pretrained(f"{root}/whole"), want)
     train(run, 2, 3)
 

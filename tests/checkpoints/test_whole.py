@@ -127,7 +127,9 @@ def check_memory(rank, world_size):
         with torch.profiler.profile(profile_memory=True) as profile:
             kept = get()
         if rank:
-            assert kept == {} and peak_bytes(profile) <= 3 * largest  # of 16 such matrices
+            assert kept == {}
+            # Of 16 such matrices. What a thread of the backend frees is not seen.
+            assert peak_bytes(profile) <= 6 * largest, peak_bytes(profile) / largest
 
 
 def peak_bytes(profile):
@@ -186,16 +188,26 @@ def check_torch(rank, world_size, root):
     assert_same_update(run, plain, optimizers[0])
 
 
+def size_of(state):
+    """Of a momentum as a running sum."""
+    return 10 * state["momentum_buffer"].std() if state else 0.0
+
+
 def assert_same_update(run, plain, muon):
-    """A gradient of zeros: what moves a weight is its momentum. Newton-Schulz of torch's is in bfloat16."""
+    """The next gradient is as large as the momentum, so that a momentum of another scale would show. Torch's
+    Newton-Schulz runs in bfloat16, hence the tolerance."""
+    g = torch.Generator().manual_seed(3)
     for p in plain.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.randn(p.shape, generator=g) * size_of(muon.state.get(p))
     before = {n: p.detach().clone() for n, p in plain.named_parameters()}
     muon.step()
     (0.0 * run.loss(9, run.ranks[0])).backward()
+    for param in dmuon.get_owned_params(run.model, run.ranks[0]):
+        param.parameter.grad = plain.get_parameter(param.fqn).grad.clone()
     run.step()
     after = full_weights(run.model)
     for name, p in plain.named_parameters():
         if in_blocks(name, p):
             ours, theirs = after[name] - before[name], p.detach() - before[name]
-            assert (ours - theirs).norm() <= 0.05 * theirs.norm(), name
+            error = (ours - theirs).norm() / theirs.norm()
+            assert error <= 0.1, f"{name}: {error:.3f}"
