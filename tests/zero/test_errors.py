@@ -120,6 +120,11 @@ def check_settings(rank, world_size):
     model = seeded()
     for path, value, words in SETTINGS:
         assert_refused(model, partial(initialize, model, config_with(*path, to=value)), *words)
+    no_ups = [p for n, p in model.named_parameters() if not n.endswith("up.weight")]
+    leaves_out = partial(initialize, model, ds_config(1), model_parameters=no_ups)
+    assert_refused(model, leaves_out, "model_parameters leaves", "blocks.0.up.weight")
+    robin = ds_config(2, zero={"round_robin_gradients": True})
+    assert_refused(model, partial(initialize, model, robin), "round_robin_gradients", "Drop")
     fp16 = ds_config(0, fp16={"enabled": True})
     assert_refused(model, partial(initialize, model, fp16), "fp16 at stage 0", "bf16")
     divided = ds_config(3, gradient_predivide_factor=2.0, zero={"reduce_scatter": False})

@@ -10,7 +10,7 @@ from tests.support.zero import STAGES, check_zero, deepspeed_ready, make_engine
 by_stage = pytest.mark.parametrize("stage", STAGES)
 MUON = {"lr": 0.01, "momentum": 0.8, "weight_decay": 0.1}
 ADAMW = {"adamw_lr": 5e-4, "adamw_betas": (0.8, 0.99), "adamw_eps": 1e-7}
-AS_THE_ORACLE_SAYS = {"lr": 5e-4, "betas": (0.8, 0.99), "eps": 1e-7}
+AS_THE_ORACLE_SAYS = {"lr": 5e-4, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.1}
 
 
 def in_the_second(name):
@@ -62,4 +62,26 @@ def check_groups(rank, world_size, stage):
         check_zero(rank, world_size, stage, make=one_by_one, **config)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_group_with_lr_and_weight_decay(stage):
+    """As torch's users write groups: they are both routes'."""
+    run_ranks(check_two_settings, 2, stage, limit_s=90)
+
+
+def check_two_settings(rank, world_size, stage):
+    names = {"blocks.1." + name for name in BLOCK} | {"head.weight", "head.bias"}
+    muon = {"lr": 0.005, "weight_decay": 0.2}
+    adamw = {"lr": 1e-3 * 0.005 / 0.02, "weight_decay": 0.2}
+
+    def make(config, model):
+        first, second = groups_of(model)
+        groups = [first, {"params": iter(second["params"]), **muon}]
+        return make_engine(config, model, model_parameters=groups)
+
+    check_zero(
+        rank, world_size, stage, make=make, oracle={"second": (names, muon, adamw)}, params=BASE
+    )
+
+
+BASE = {"lr": 0.02, "adamw_lr": 1e-3}
 BLOCK = ("norm.weight", "up.weight", "up.bias", "down.weight", "down.bias")

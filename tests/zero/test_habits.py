@@ -35,6 +35,24 @@ def seeded():
 
 
 @by_stage
+def test_freezing_a_module(stage):
+    run_ranks(check_freezing, 2, stage, limit_s=90)
+
+
+def check_freezing(rank, world_size, stage):
+    """`requires_grad_` of a module reaches the dedicated weights in it, there and back."""
+    engine = make_engine(ds_config(stage))
+    up = engine.module.blocks[0].up
+    up.requires_grad_(False)
+    before = weights(engine)["blocks.0.up.weight"]
+    train(engine, 1)
+    assert torch.equal(weights(engine)["blocks.0.up.weight"], before)
+    up.requires_grad_(True)
+    train(engine, 1, first=1)
+    assert not torch.equal(weights(engine)["blocks.0.up.weight"], before)
+
+
+@by_stage
 def test_averages_of_the_weights(stage):
     run_ranks(check_averages, 2, stage, limit_s=90)
 

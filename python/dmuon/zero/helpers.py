@@ -1,5 +1,6 @@
 """What DeepSpeed's users reach for: names, fp32 values, gradients and states of single parameters."""
 
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -68,7 +69,23 @@ class Helper:
     """One dedicated parameter, in DeepSpeed's words. Every method is collective."""
 
     def __init__(self, attached, param):
-        self._attached, self.param = attached, param
+        # A parameter that held these would keep itself alive, through the engine, where the collector
+        # of cycles cannot look.
+        self._attached_ref, self._param_ref = weakref.ref(attached), weakref.ref(param)
+
+    @property
+    def _attached(self):
+        return self._alive(self._attached_ref())
+
+    @property
+    def param(self):
+        return self._alive(self._param_ref())
+
+    @staticmethod
+    def _alive(found):
+        if found is None:
+            raise RuntimeError("the engine that trained this parameter is gone.")
+        return found
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> torch.Tensor:
         param = self.param

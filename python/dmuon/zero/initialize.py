@@ -20,6 +20,7 @@ from dmuon.zero.config import OPTIMIZER, DsConfig, require_group
 from dmuon.zero.optimizer import OwnerOptimizer, check_keywords
 from dmuon.zero.plan import Plan, dedicate_params_zero
 from dmuon.zero.refusals import check_supported
+from dmuon.zero.section import Section
 
 
 def initialize(*args, **kwargs):
@@ -69,6 +70,8 @@ def _initialize(original, *args, **kwargs):
 def _with_owners(original, call, ds: DsConfig, plan: Plan | None):
     arguments = call.arguments
     model, optimizer = arguments["model"], arguments["optimizer"]
+    if arguments["model_parameters"] is not None:
+        arguments["model_parameters"] = _read_once(arguments["model_parameters"])
     _init_distributed(arguments)
     require_group()
     together(world_control_group(), lambda: _check_all(ds, optimizer, plan, arguments))
@@ -77,7 +80,7 @@ def _with_owners(original, call, ds: DsConfig, plan: Plan | None):
         plan.made_by_initialize = True
     if not isinstance(optimizer, OwnerOptimizer):
         given = arguments["model_parameters"]
-        params = list(model.parameters()) if given is None else list(given)
+        params = model.parameters() if given is None else given
         arguments["optimizer"] = optimizer = OwnerOptimizer(
             params, plan=plan, **ds.optimizer_params()
         )
@@ -88,6 +91,39 @@ def _with_owners(original, call, ds: DsConfig, plan: Plan | None):
     if plan.made_by_initialize:
         attach(result[0], plan)
     return result
+
+
+def _read_once(given) -> list:
+    """What may be generators, as lists."""
+
+    def of_group(entry):
+        if not isinstance(entry, dict) or isinstance(entry.get("params"), torch.Tensor | None):
+            return entry
+        return {**entry, "params": list(entry["params"])}
+
+    return [of_group(entry) for entry in given]
+
+
+def _check_listed(ds: DsConfig, model: nn.Module, given) -> None:
+    """Raises ValueError where ``model_parameters`` leaves out a matrix that the config selects: it would be
+    trained all the same. What ``zero.Init`` has partitioned is another object by then, and cannot be told."""
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    lists = [group.get("params", []) for group in groups]
+    entries = [p for ps in lists for p in ([ps] if isinstance(ps, torch.Tensor) else ps)]
+    params = [p[1] if isinstance(p, tuple) else p for p in entries]
+    if any(seams.is_partitioned(p) for p in params):
+        return
+    ids, section = {id(p) for p in params}, Section.read(ds, model)
+    left_out = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in ids and section.predicate(name, p)
+    ]
+    if left_out:
+        raise ValueError(
+            f'"dmuon" selects {listed(left_out)}, and model_parameters leaves them out. List them, or exclude '
+            "them in the config."
+        )
 
 
 def _config_of(arguments):
@@ -127,6 +163,8 @@ def _check_all(ds: DsConfig, optimizer, plan: Plan | None, arguments) -> None:
         check_keywords(ds.optimizer_params())
     if plan is not None:
         _check_again(ds, plan)
+    elif arguments["model_parameters"] is not None:
+        _check_listed(ds, arguments["model"], arguments["model_parameters"])
 
 
 def _check_again(ds: DsConfig, plan: Plan) -> None:

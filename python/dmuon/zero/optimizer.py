@@ -36,9 +36,10 @@ _PER_GROUP = (
 class OwnerOptimizer(torch.optim.Optimizer):
     """AdamW for what DeepSpeed manages, Muon on the owners for what dmuon does.
 
-    A group serves both: ``lr`` is Muon's. AdamW's rate is ``adamw_lr`` times ``lr`` over its first value,
-    so that any scheduler of DeepSpeed's or torch's, which write ``lr`` alone, scales both from their own base
-    rates. A dedicated parameter named in a group belongs to it; one that is in none, to the first.
+    A group serves both: ``lr`` is Muon's. AdamW's rate is ``adamw_lr`` times ``lr`` over the optimizer's
+    ``lr`` (over the group's own, where the group has an ``adamw_lr``), so that any scheduler of DeepSpeed's
+    or torch's, which write ``lr`` alone, scales both from their own base rates. A group's ``weight_decay``
+    is both's, unless it has an ``adamw_weight_decay``. A dedicated parameter named in a group belongs to it; one that is in none, to the first.
 
     Until ``dmuon.zero.attach`` it does nothing but hold groups.
 
@@ -68,8 +69,6 @@ class OwnerOptimizer(torch.optim.Optimizer):
         # Elements of what DeepSpeed manages, before it makes flat parts of it.
         self._managed = [[shape_of(p).numel() for p in group["params"]] for group in groups]
         super().__init__(groups, {"lr": self._settings["lr"]})
-        for group in self.param_groups:
-            group["base_lr"] = _positive(group["lr"])
         # What schedulers that cycle momentum look for. With "betas" they would cycle AdamW's alone.
         self.defaults["momentum"] = self._settings["momentum"]
         self._all_groups = self.param_groups
@@ -234,6 +233,8 @@ def _groups(params: Iterable, runtime, settings: dict) -> tuple[list[dict], list
 
 def _group_settings(where: str, group: Mapping, settings: dict) -> dict:
     values = {key: group.get(key, settings[key]) for key in _PER_GROUP}
+    if "weight_decay" in group:  # of a group it is both routes'
+        values["adamw_weight_decay"] = group.get("adamw_weight_decay", group["weight_decay"])
     betas, eps = tuple(values.pop("adamw_betas")), values.pop("adamw_eps")
     muon = {key: values[key] for key in ("lr", "momentum", "weight_decay")}
     check_settings(where, muon)
@@ -246,6 +247,8 @@ def _group_settings(where: str, group: Mapping, settings: dict) -> dict:
             "weight_decay": values["adamw_weight_decay"],
         },
     )
+    # AdamW's rate is adamw_lr * lr / base_lr.
+    values["base_lr"] = _positive(values["lr"] if "adamw_lr" in group else settings["lr"])
     # DeepSpeed reports "betas" of every group.
     return {**values, "betas": betas, "eps": eps}
 

@@ -20,15 +20,36 @@ _attached: "weakref.WeakKeyDictionary[nn.Module, tuple[set, int]]" = weakref.Wea
 
 def install(attached) -> None:
     """What ``attach`` does about them."""
-    model = attached.runtime.model()
-    _attached[model] = set(), len(attached.runtime.params)
+    for module in attached.runtime.model().modules():
+        count = len(list(_dedicated_in(module)))
+        if count:
+            _attached[module] = set(), count
     if not hasattr(nn.Module.named_parameters, "_dmuon"):
         nn.Module.named_parameters = _named_parameters(nn.Module.named_parameters)
+        nn.Module.requires_grad_ = _requires_grad(nn.Module.requires_grad_)
 
 
 def uninstall() -> None:
     if hasattr(nn.Module.named_parameters, "_dmuon"):
         nn.Module.named_parameters = nn.Module.named_parameters.__wrapped__
+        nn.Module.requires_grad_ = nn.Module.requires_grad_.__wrapped__
+
+
+def _dedicated_in(module: nn.Module):
+    return (b for b in module.buffers() if hasattr(b, "_dedicated_owner_rank"))
+
+
+def _requires_grad(original):
+    """Freezing a module freezes what is hidden in it, too."""
+
+    @functools.wraps(original)
+    def requires_grad_(self, requires_grad: bool = True):
+        if self in _attached:
+            for parameter in _dedicated_in(self):
+                parameter.requires_grad_(requires_grad)
+        return original(self, requires_grad)
+
+    return requires_grad_
 
 
 def _named_parameters(original):

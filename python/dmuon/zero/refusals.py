@@ -61,6 +61,12 @@ _REFUSED = (
         ),
         "There DeepSpeed divides its own gradients by it twice. Drop the key, or give another factor.",
     ),
+    _Refusal(
+        "zero_optimization.round_robin_gradients",
+        lambda c: c.stage in (1, 2) and c.on("zero_optimization", "round_robin_gradients"),
+        "There DeepSpeed's safe_get_full_fp32_param gives one parameter the values of others, so that weights "
+        "cannot be exported. Drop the key.",
+    ),
     _Refusal("sparse_gradients", lambda c: c.on("sparse_gradients"), "Drop the key."),
     _Refusal("amp", lambda c: c.on("amp", "enabled"), "Use bf16."),
     _Refusal(
