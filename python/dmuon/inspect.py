@@ -46,7 +46,8 @@ def report(model: nn.Module) -> Mapping:
     """What this rank has done since setup, and the plan it follows. JSON-friendly.
 
     ``ns_calls``: Newton-Schulz runs of this rank since setup; ``ns_calls_last_step``: of the last step,
-    which summed over the job is the number of matrices. ``sent_bytes_last_step``: what this rank has put
+    which summed over the job is the number of matrices. ``ns_workspace_bytes``: what Newton-Schulz keeps
+    between steps on this rank, its input among it. ``sent_bytes_last_step``: what this rank has put
     on the wire for dedicated matrices since the step before. ``ranks_planned`` and ``parameters``: one
     record for each.
     """
@@ -61,6 +62,7 @@ def report(model: nn.Module) -> Mapping:
         "routes": _count(param.route for param in runtime.params),
         "ns_calls": muon.ns_calls() if muon else 0,
         "ns_calls_last_step": muon.ns_calls_last_step() if muon else 0,
+        "ns_workspace_bytes": muon.ns_workspace_bytes() if muon else 0,
         **runtime.engine.counters(),
         "sent_bytes_total": runtime.ring.total_sent_bytes(),
         "load_max_over_mean": plan.report.max_load / (plan.report.mean_load or 1),

@@ -38,9 +38,14 @@ def test_one_newton_schulz_per_matrix_and_step_in_the_whole_job(world_size):
 
 def check_ns_calls(rank, world_size):
     run = setup(world_size, make_model=five_bare_blocks)
-    three_steps(run)
+    scratch = dmuon.report(run.model)["ns_workspace_bytes"]
+    run.train(0)
+    kept = dmuon.report(run.model)["ns_workspace_bytes"]
+    run.train(1)
+    run.train(2)
     report = dmuon.report(run.model)
     owned = len(dmuon.get_owned_params(run.model, rank))
+    assert report["ns_workspace_bytes"] == kept > scratch
     assert report["ns_calls_last_step"] == owned
     assert report["ns_calls"] == 3 * owned
     assert total(owned) == 10
