@@ -3,6 +3,7 @@
 import os
 from functools import partial
 
+import dmuon
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -148,6 +149,33 @@ def check_other_stage(rank, world_size, folder):
     load_dedicated(other, folder)
     assert_same(weights(other), weights(engine))
     assert_same(momenta(other), momenta(engine))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(4, 2), (2, 3)])
+def test_another_number_of_ranks(saved_on, loaded_on, stage, tmp_path):
+    """The dedicated part; DeepSpeed's own has DeepSpeed's limits."""
+    saved = run_ranks(check_saved_here, saved_on, stage, str(tmp_path), limit_s=90)
+    run_ranks(check_loaded_here, loaded_on, stage, str(tmp_path), saved[0], limit_s=90)
+
+
+def check_saved_here(rank, world_size, stage, folder):
+    engine = trained(config_of(stage))
+    engine.save_checkpoint(folder)
+    return dedicated_weights(engine), momenta(engine)
+
+
+def check_loaded_here(rank, world_size, stage, folder, saved):
+    engine = make_engine(config_of(stage), seed=8)
+    load_dedicated(engine, folder)
+    assert_same(dedicated_weights(engine), saved[0])
+    assert_same(momenta(engine), saved[1])
+    train(engine, 1)
+
+
+def dedicated_weights(engine):
+    names = {p.param_name for p in dmuon.get_dedicated_params(engine)}
+    return {name: value for name, value in weights(engine).items() if name in names}
 
 
 def test_at_stage_3_a_file_of_a_rank_has_what_it_owns(tmp_path):
