@@ -247,8 +247,10 @@ def _group_settings(where: str, group: Mapping, settings: dict) -> dict:
             "weight_decay": values["adamw_weight_decay"],
         },
     )
-    # AdamW's rate is adamw_lr * lr / base_lr.
-    values["base_lr"] = _positive(values["lr"] if "adamw_lr" in group else settings["lr"])
+    lr, common = _positive(values["lr"]), _positive(settings["lr"])
+    values["base_lr"] = (
+        lr if "adamw_lr" in group else common
+    )  # AdamW's rate is adamw_lr * lr / base_lr
     # DeepSpeed reports "betas" of every group.
     return {**values, "betas": betas, "eps": eps}
 
