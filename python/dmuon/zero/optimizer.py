@@ -248,9 +248,8 @@ def _group_settings(where: str, group: Mapping, settings: dict) -> dict:
         },
     )
     lr, common = _positive(values["lr"]), _positive(settings["lr"])
-    values["base_lr"] = (
-        lr if "adamw_lr" in group else common
-    )  # AdamW's rate is adamw_lr * lr / base_lr
+    # AdamW's rate is adamw_lr * lr / base_lr.
+    values["base_lr"] = lr if "adamw_lr" in group else common
     # DeepSpeed reports "betas" of every group.
     return {**values, "betas": betas, "eps": eps}
 
