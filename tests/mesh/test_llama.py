@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.support.hf import llama_config
 from tests.support.meshes import dp_tp, run_on
 from tests.support.parity import BATCH, check_parity
 from tests.support.tp_models import VOCABULARY
@@ -34,20 +35,9 @@ def check_llama(rank, layout):
 
 
 def tiny_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,  # attention that is not uniform: gradients of full rank
-            use_cache=False,
-        )
-    )
+    return LlamaForCausalLM(llama_config(VOCABULARY))
 
 
 def parallelize(model, tp):

@@ -94,11 +94,11 @@ def make_trainer(config, folder, model=None, **changes):
     return Trainer(model=model, args=arguments, train_dataset=rows(), eval_dataset=rows(8))
 
 
-def llama_config():
+def llama_config(vocabulary=VOCABULARY):
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,

@@ -17,7 +17,7 @@ from dmuon.runtime import runtime_of
 from dmuon.zero import public, seams
 from dmuon.zero.attach import attach
 from dmuon.zero.config import OPTIMIZER, DsConfig, require_group
-from dmuon.zero.optimizer import OwnerOptimizer, check_keywords
+from dmuon.zero.optimizer import OwnerOptimizer, check_keywords, groups_given
 from dmuon.zero.plan import Plan, dedicate_params_zero
 from dmuon.zero.refusals import check_supported
 from dmuon.zero.section import Section
@@ -71,7 +71,7 @@ def _with_owners(original, call, ds: DsConfig, plan: Plan | None):
     arguments = call.arguments
     model, optimizer = arguments["model"], arguments["optimizer"]
     if arguments["model_parameters"] is not None:
-        arguments["model_parameters"] = _read_once(arguments["model_parameters"])
+        arguments["model_parameters"] = groups_given(arguments["model_parameters"])
     _init_distributed(arguments)
     require_group()
     together(world_control_group(), lambda: _check_all(ds, optimizer, plan, arguments))
@@ -93,24 +93,10 @@ def _with_owners(original, call, ds: DsConfig, plan: Plan | None):
     return result
 
 
-def _read_once(given) -> list:
-    """What may be generators, as lists."""
-
-    def of_group(entry):
-        if not isinstance(entry, dict) or isinstance(entry.get("params"), torch.Tensor | None):
-            return entry
-        return {**entry, "params": list(entry["params"])}
-
-    return [of_group(entry) for entry in given]
-
-
-def _check_listed(ds: DsConfig, model: nn.Module, given) -> None:
+def _check_listed(ds: DsConfig, model: nn.Module, groups: list[dict]) -> None:
     """Raises ValueError where ``model_parameters`` leaves out a matrix that the config selects: it would be
     trained all the same. What ``zero.Init`` has partitioned is another object by then, and cannot be told."""
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    lists = [group.get("params", []) for group in groups]
-    entries = [p for ps in lists for p in ([ps] if isinstance(ps, torch.Tensor) else ps)]
-    params = [p[1] if isinstance(p, tuple) else p for p in entries]
+    params = [p for group in groups for p in group["params"]]
     if any(seams.is_partitioned(p) for p in params):
         return
     ids, section = {id(p) for p in params}, Section.read(ds, model)

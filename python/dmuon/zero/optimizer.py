@@ -204,19 +204,27 @@ def _check_keys(where: str, given: Mapping, known: tuple[str, ...]) -> None:
             raise ValueError(f"{where} has {key!r}, {nearest(key, known)}")
 
 
-def _groups(params: Iterable, runtime, settings: dict) -> tuple[list[dict], list[int]]:
-    """Groups of what DeepSpeed manages, and for each dedicated matrix the index of its group."""
+def groups_given(params: Iterable) -> list[dict]:
+    """What an optimizer of torch's takes, as groups with lists of parameters. Generators are read once."""
     given = list(params)
     if not given or not isinstance(given[0], Mapping):
         given = [{"params": given}]
+    return [{**group, "params": _members(group.get("params", ()))} for group in given]
+
+
+def _members(params) -> list[torch.Tensor]:
+    params = [params] if isinstance(params, torch.Tensor) else params
+    return [p[1] if isinstance(p, tuple) else p for p in params]
+
+
+def _groups(params: Iterable, runtime, settings: dict) -> tuple[list[dict], list[int]]:
+    """Groups of what DeepSpeed manages, and for each dedicated matrix the index of its group."""
     index = {id(p.parameter): p.index for p in runtime.params}
     group_of = [0] * len(index)
     groups = []
-    for i, group in enumerate(given):
+    for i, group in enumerate(groups_given(params)):
         _check_keys(f"param group {i}", group, ("params", "group_name", *_PER_GROUP))
         members = group["params"]
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
-        members = [p[1] if isinstance(p, tuple) else p for p in members]
         for p in members:
             if id(p) in index:
                 group_of[index[id(p)]] = i
