@@ -11,6 +11,7 @@ from tests.support.parity import (
     assert_same,
     full_weights,
     gathered,
+    read_between_steps,
     three_steps,
     total,
 )
@@ -39,14 +40,10 @@ def check_readers(rank, layout):
 
 
 def read_after_each_step(layout, asynchronous):
-    """Each reader is the first to look at its step."""
     run = setup_ddp(layout, muon={"lr": 0.5, "replicate_async": asynchronous}, **subject(layout))
-    x, _ = run.batch(0, run.ranks[0])
-    for step, read in enumerate((evaluated, saved, local_state, stepped_again, waited, evaluated)):
-        run.loss(step, run.ranks[0]).backward()
-        run.optimizer.step()
-        yield read(run, x)
-        run.optimizer.zero_grad()
+    return read_between_steps(
+        run, (evaluated, saved, local_state, stepped_again, waited, evaluated)
+    )
 
 
 def evaluated(run, x):

@@ -14,6 +14,7 @@ from tests.support.parity import (
     check_parity,
     full_weights,
     gathered,
+    read_between_steps,
     setup,
     three_steps,
     total,
@@ -149,14 +150,8 @@ def check_readers(rank, layout):
 
 
 def read_after_each_step(layout, asynchronous):
-    """Each reader is the first to look at its step."""
     run = setup(layout, muon={"lr": 0.5, "replicate_async": asynchronous}, **subject(layout))
-    x, _ = run.batch(0, run.ranks[0])
-    for step, read in enumerate((evaluated, collected, saved, stepped_again, owned, evaluated)):
-        run.loss(step, run.ranks[0]).backward()
-        run.optimizer.step()
-        yield read(run, x)
-        run.optimizer.zero_grad()
+    return read_between_steps(run, (evaluated, collected, saved, stepped_again, owned, evaluated))
 
 
 def evaluated(run, x):

@@ -105,6 +105,16 @@ class Run:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
 
+def read_between_steps(run, readers):
+    """What each `read(run, x)` sees, the first to look at its step."""
+    x, _ = run.batch(0, run.ranks[0])
+    for step, read in enumerate(readers):
+        run.loss(step, run.ranks[0]).backward()
+        run.optimizer.step()
+        yield read(run, x)
+        run.optimizer.zero_grad()
+
+
 def three_steps(run):
     for step in range(3):
         run.train(step)
