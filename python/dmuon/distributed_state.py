@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from dmuon import _C
 from dmuon.checkpoint import OwnedTensor, in_shards, owned_tensor
 from dmuon.names import clean
-from dmuon.optimizer import Muon, state_shapes
+from dmuon.optimizer import Muon, optimizer_of, state_shapes
 from dmuon.pieces import Pieces
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.tensor_parallel import local_part
@@ -16,7 +17,9 @@ from dmuon.tensor_parallel import local_part
 _NOT_SAVED = ("params", "group_name", "route", "tp_distributed_gram")
 
 
-def state_dict(model: nn.Module, optimizer: Muon | None = None) -> "State":
+def state_dict(
+    model: nn.Module, optimizer: Muon | None = None, *, dedicated_only: bool = False
+) -> "State":
     """Model and optimizer for ``torch.distributed.checkpoint``: every rank has all keys and writes what it owns.
 
         state = dmuon.state_dict(model, optimizer)
@@ -29,39 +32,70 @@ def state_dict(model: nn.Module, optimizer: Muon | None = None) -> "State":
 
     Dedicated weights are float32 masters, on their owner alone; every other rank has an ``OwnedTensor``, which
     takes no part. Collective: every rank calls it.
+
+    Args:
+        optimizer: the ``dmuon.Muon`` of ``model``; under DeepSpeed what ``initialize`` gives.
+        dedicated_only: the dedicated matrices and their optimizer state, without groups: the same under every
+            runtime. Under DeepSpeed it must be True: the rest is DeepSpeed's, in its own files.
+
+    Raises:
+        ValueError: ``optimizer`` is not that of ``model``; DeepSpeed, and ``dedicated_only`` is not given.
     """
-    return State(model, optimizer)
+    return State(model, optimizer, dedicated_only=dedicated_only)
 
 
 class State(dict):
     """See ``state_dict``."""
 
-    def __init__(self, model: nn.Module, optimizer: Muon | None):
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: Muon | None, *, dedicated_only: bool = False):
+        runtime = runtime_of_whole(model)
+        if isinstance(runtime.adapter, _C.ZeroAdapter) and not dedicated_only:
+            raise ValueError(
+                "under DeepSpeed dmuon has the dedicated matrices alone. Use engine.save_checkpoint and "
+                "load_checkpoint for everything, or dmuon.state_dict(engine, optimizer, dedicated_only=True) to "
+                "take the matrices to another runtime."
+            )
+        self._model, self._dedicated_only = model, dedicated_only
+        self._optimizer = None if optimizer is None else optimizer_of(runtime, optimizer)
         super().__init__(self.state_dict())
 
     def state_dict(self) -> dict:
         """What there is now; tensors are the training's own memory. Pending publishes end first."""
-        runtime = runtime_of_whole(self._model)
+        runtime, optimizer = runtime_of_whole(self._model), self._optimizer
         runtime.engine.wait_reductions()
         runtime.engine.wait_publishes()
-        state = {"model": _of_model(runtime)}
-        if self._optimizer is not None:
-            state["optim"] = _of_optimizer(runtime, self._optimizer)
+        state: dict = {"model": _masters(runtime)}
+        if optimizer is not None:
+            state["optim"] = {"state": _dedicated_state(runtime, optimizer)}
+        if not self._dedicated_only:
+            state["model"] = _of_model(runtime, state["model"])
+            if optimizer is not None:
+                state["optim"] = _of_optimizer(runtime, optimizer, state["optim"]["state"])
         return state
 
     def load_state_dict(self, state_dict: Mapping) -> None:
         """Takes over what ``dcp.load`` has put there. Collective."""
-        runtime = runtime_of_whole(self._model)
-        _load_model(runtime, state_dict["model"])
-        if self._optimizer is not None:
-            _load_optimizer(runtime, self._optimizer, state_dict["optim"])
+        runtime, optimizer = runtime_of_whole(self._model), self._optimizer
+        _load_masters(runtime, state_dict["model"])
+        if not self._dedicated_only:
+            _load_symmetric(runtime, state_dict["model"])
+        runtime.engine.spread_values()
+        runtime.engine.show_residents()
+        if optimizer is None:
+            return
+        _load_dedicated_state(runtime, optimizer, state_dict["optim"]["state"])
+        if not self._dedicated_only:
+            _load_optimizer(runtime, optimizer, state_dict["optim"])
 
 
-def _of_model(runtime: Runtime) -> dict[str, torch.Tensor]:
-    dedicated = {name: param for param in runtime.params for name in param.names}
+def _masters(runtime: Runtime) -> dict[str, torch.Tensor]:
+    return {name: _master(param) for param in runtime.params for name in param.names}
+
+
+def _of_model(runtime: Runtime, masters: Mapping) -> dict[str, torch.Tensor]:
+    """In the order of the module's own."""
     return {
-        clean(key): _master(dedicated[clean(key)]) if clean(key) in dedicated else value
+        clean(key): masters.get(clean(key), value)
         for key, value in runtime.model().state_dict().items()
     }
 
@@ -74,20 +108,21 @@ def _master(param) -> torch.Tensor:
     return _placed(param, master, param.layout.dim is not None)
 
 
-def _load_model(runtime: Runtime, given: Mapping[str, torch.Tensor]) -> None:
+def _load_masters(runtime: Runtime, given: Mapping[str, torch.Tensor]) -> None:
     for param in runtime.params:
         value = given[param.param_name]
         if param.is_owner and not isinstance(value, OwnedTensor):
             runtime.engine.set_value(param.index, _memory(value).detach())
         else:
             runtime.engine.mark_changed(param.index)
+
+
+def _load_symmetric(runtime: Runtime, given: Mapping[str, torch.Tensor]) -> None:
     dedicated = {name for param in runtime.params for name in param.names}
     for key, mine in runtime.model().state_dict().items():
         name = clean(key)
         if name not in dedicated:
             _copy(mine, given[name])
-    runtime.engine.spread_values()
-    runtime.engine.show_residents()
 
 
 @torch.no_grad()
@@ -95,16 +130,19 @@ def _copy(mine: torch.Tensor, given: torch.Tensor) -> None:
     local_part(mine).copy_(local_part(given))
 
 
-def _of_optimizer(runtime: Runtime, optimizer: Muon) -> dict:
+def _dedicated_state(runtime: Runtime, optimizer) -> dict[str, dict]:
+    return {param.param_name: _of_dedicated(optimizer, param) for param in runtime.params}
+
+
+def _of_optimizer(runtime: Runtime, optimizer: Muon, dedicated: Mapping) -> dict:
+    """In the order of the groups."""
     optimizer.fill_state()
-    dedicated = {id(p.parameter): p for p in runtime.params}
-    names = optimizer.parameter_names()
+    names = optimizer.parameter_names() | {id(p.parameter): p.param_name for p in runtime.params}
     state = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            param = dedicated.get(id(p))
-            entry = dict(optimizer.state[p]) if param is None else _of_dedicated(optimizer, param)
-            state[names[id(p)]] = entry
+            name = names[id(p)]
+            state[name] = dedicated.get(name) or dict(optimizer.state[p])
     groups = {
         group["group_name"]: {k: v for k, v in group.items() if k not in _NOT_SAVED}
         for group in optimizer.param_groups
@@ -112,7 +150,7 @@ def _of_optimizer(runtime: Runtime, optimizer: Muon) -> dict:
     return {"state": state, "param_groups": groups}
 
 
-def _of_dedicated(optimizer: Muon, param) -> dict[str, torch.Tensor]:
+def _of_dedicated(optimizer, param) -> dict[str, torch.Tensor]:
     mine = optimizer.engine_state(param)
     return {
         key: _placed(param, mine[key], in_shards(param, key))
@@ -133,21 +171,23 @@ def _memory(value) -> torch.Tensor:
     return value.local if isinstance(value, Pieces) else local_part(value)
 
 
+def _load_dedicated_state(runtime: Runtime, optimizer, given: Mapping) -> None:
+    for param in runtime.params:
+        for key, mine in optimizer.engine_state(param).items():
+            value = given[param.param_name][key]
+            if not isinstance(value, OwnedTensor):
+                mine.copy_(_memory(value))
+
+
 def _load_optimizer(runtime: Runtime, optimizer: Muon, given: Mapping) -> None:
-    dedicated = {id(p.parameter): p for p in runtime.params}
+    dedicated = {id(p.parameter) for p in runtime.params}
     names = optimizer.parameter_names()
     for group in optimizer.param_groups:
         _set(group, given["param_groups"][group["group_name"]])
         for p in group["params"]:
-            entry, param = given["state"][names[id(p)]], dedicated.get(id(p))
-            if param is None:
+            if id(p) not in dedicated:
                 for key, mine in optimizer.state[p].items():
-                    _copy(mine, entry[key])
-                continue
-            for key, mine in optimizer.engine_state(param).items():
-                value = entry[key]
-                if not isinstance(value, OwnedTensor):
-                    mine.copy_(_memory(value))
+                    _copy(mine, given["state"][names[id(p)]][key])
     optimizer.state_was_loaded()
 
 

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dmuon import _C
 from dmuon.checkpoint import from_owner, my_part
 from dmuon.errors import listed
 from dmuon.full_state import Source, misfits, snapshot
-from dmuon.optimizer import Muon, in_shards, state_shapes
+from dmuon.optimizer import Muon, in_shards, optimizer_of, state_shapes
 from dmuon.runtime import Runtime, runtime_of_whole
 
 # A group of torch.optim.Muon has it. Its momentum is a running mean, ours a running sum.
@@ -60,11 +61,13 @@ def get_optimizer_state_dict(
 
 def _runtime_of_both(model: nn.Module, optimizer) -> Runtime:
     runtime = runtime_of_whole(model)
-    if not isinstance(optimizer, Muon) or runtime.optimizer() is not optimizer:
+    if isinstance(runtime.adapter, _C.ZeroAdapter):
         raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}; it must be the dmuon.Muon of this model. (Under "
-            "DeepSpeed use engine.save_checkpoint and load_checkpoint.)"
+            "under DeepSpeed the optimizer's state is in part DeepSpeed's. Use engine.save_checkpoint and "
+            "load_checkpoint, or dmuon.state_dict(engine, optimizer, dedicated_only=True) for the dedicated "
+            "matrices."
         )
+    optimizer_of(runtime, optimizer)
     return runtime
 
 

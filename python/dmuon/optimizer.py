@@ -399,6 +399,29 @@ def engine_optimizer(
     }
 
 
+def optimizer_of(runtime, given):
+    """The optimizer that trains the dedicated matrices of a model.
+
+    Args:
+        given: what the user takes for it; under DeepSpeed any optimizer of the engine's will do.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    mine = runtime.optimizer()
+    if isinstance(runtime.adapter, _C.ZeroAdapter):
+        if mine is None:
+            raise ValueError(
+                "this model has no DeepSpeed engine yet. Call deepspeed.initialize first."
+            )
+        return mine
+    if mine is not given or mine is None:
+        raise ValueError(
+            f"optimizer is a {type(given).__name__}; it must be the dmuon.Muon of this model."
+        )
+    return mine
+
+
 def state_shapes(param) -> dict[str, tuple]:
     shape = tuple(param.full_shape)
     if param.route == "adamw":

@@ -176,11 +176,15 @@ class OwnerOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._all_groups = self.param_groups
 
+    def engine_state(self, param) -> dict[str, torch.Tensor]:
+        """The engine's own memory of a dedicated parameter's state; empty where it lies elsewhere."""
+        return self._muon.state(param.index)
+
     def dedicated_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """By name: this rank's own memory, an ``OwnedTensor`` where the state lies elsewhere."""
         states = {}
         for param in self._plan.runtime.params:
-            mine = self._muon.state(param.index)
+            mine = self.engine_state(param)
             states[param.param_name] = {
                 key: mine[key]
                 if mine
