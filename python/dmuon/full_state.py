@@ -30,7 +30,7 @@ def get_model_state_dict(
     runtime = runtime_of(model)
     runtime.engine.wait_publishes()
     dedicated = {name: param for param in runtime.params for name in param.names}
-    first_name = _first_names(runtime.model())
+    first_name = first_names(runtime.model())
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
     held = _model_tensors(runtime)
     whole: dict[str, torch.Tensor] = {}
@@ -46,7 +46,7 @@ def get_model_state_dict(
     return whole if receives else {}
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
+def first_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter -> the first one that ``state_dict`` lists."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, _, _, p in slots(model)}
@@ -99,9 +99,10 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
 def _model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
     """What ``state_dict`` lists, with whole shapes: the parameters and buffers themselves."""
     model = runtime.model()
+    keys = list(model.state_dict())  # first: it puts away what FSDP2 keeps whole after a forward
     held = {clean(n): t for n, t in model.named_parameters(remove_duplicate=False)}
     held |= {clean(n): t for n, t in model.named_buffers(remove_duplicate=False)}
-    return {clean(key): held[clean(key)] for key in model.state_dict() if clean(key) in held}
+    return {clean(key): held[clean(key)] for key in keys if clean(key) in held}
 
 
 class Source:

@@ -211,3 +211,25 @@ def assert_same_update(run, plain, muon):
             ours, theirs = after[name] - before[name], p.detach() - before[name]
             error = (ours - theirs).norm() / theirs.norm()
             assert error <= 0.1, f"{name}: {error:.3f}"
+
+
+def test_after_a_forward_that_leaves_the_root_whole():
+    run_ranks(check_after_forward, 2)
+
+
+def check_after_forward(rank, world_size):
+    """FSDP2 puts the root's parameters away in backward, and an evaluation has none."""
+    run = start("fsdp2")
+    train(run, 0, 1)
+    want = full_weights(run.model)
+    evaluate(run)
+    got = dmuon.get_model_state_dict(run.model, rank0_only=False)
+    assert_same(got, want)
+    evaluate(run)
+    dmuon.set_model_state_dict(run.model, {name: w + 1 for name, w in got.items()})
+    assert_same(full_weights(run.model), {name: w + 1 for name, w in want.items()})
+
+
+@torch.no_grad()
+def evaluate(run):
+    run.model(run.batch(0, run.ranks[0])[0])
