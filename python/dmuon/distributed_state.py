@@ -79,7 +79,7 @@ class State(dict):
         _load_masters(runtime, state_dict["model"])
         if not self._dedicated_only:
             _load_symmetric(runtime, state_dict["model"])
-        runtime.engine.spread_values()
+        runtime.spread_values()
         runtime.engine.show_residents()
         if optimizer is None:
             return

@@ -120,7 +120,7 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
         group |= _settings(group, saved["groups"], members)
     for name, p in parameters.items():
         _load(optimizer, source, name, p, dedicated.get(id(p)), wanted[name], saved)
-    runtime.engine.spread_values()
+    runtime.spread_values()
     runtime.engine.show_residents()
     optimizer.state_was_loaded()
 

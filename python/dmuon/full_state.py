@@ -92,7 +92,7 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
             runtime.set_value(dedicated[name], value)
         else:
             runtime.front.assign(mine, value)
-    runtime.engine.spread_values()
+    runtime.spread_values()
     runtime.engine.show_residents()
 
 

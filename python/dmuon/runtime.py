@@ -271,6 +271,12 @@ class Runtime:
             value = param.layout.local_of(value, self.tp_rank)
         self.engine.set_value(param.index, value)
 
+    def spread_values(self) -> None:
+        """Give what was set to whoever holds it. Collective. Before ``settle``, when dtypes are not known yet,
+        nothing: the first forward does it, or ``dmuon.Muon``."""
+        if self.settled:
+            self.engine.spread_values()
+
     def slot_replaced(self, boundary) -> None:
         """A slot of the boundary holds another object than ours."""
         for param in boundary.params:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.support.models import Bare, Block, Net, in_blocks, shard
+from tests.support.models import INPUTS, Bare, Block, Net, in_blocks, shard
 from tests.support.oracle import Oracle, relative_error, tolerance
 from tests.support.parity import (
     Run,
@@ -280,6 +280,30 @@ def check_meta(rank, world_size):
     three_steps(reference)
     for name, w in clean_weights(plain).items():
         assert relative_error(got[name], w) <= 2 * tolerance(3), name
+
+
+def test_values_that_are_set_before_dmuon_muon():
+    run_ranks(check_set_first, 2)
+
+
+def check_set_first(rank, world_size):
+    """The dtype in which a unit computes is known at the first forward, whatever came before."""
+    values = Net().state_dict()
+    with torch.device("meta"):
+        model = Net()
+    mesh = cpu_mesh(world_size)
+    dmuon.dedicate_params(model, mesh, predicate=in_blocks)
+    shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.to_empty(device="cpu")
+    dmuon.set_model_state_dict(model, values)
+    computed = []
+    model.blocks[0].up.register_forward_hook(
+        lambda module, *_: computed.append(module.weight.dtype)
+    )
+    assert model(torch.randn(3, INPUTS)).dtype == torch.bfloat16
+    assert computed == [torch.bfloat16]
+    for name, w in dmuon.get_model_state_dict(model, rank0_only=False).items():
+        assert torch.equal(w, values[name]), name
 
 
 def initialise(model):
