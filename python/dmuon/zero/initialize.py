@@ -4,8 +4,6 @@ import functools
 import inspect
 import sys
 import warnings
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from dmuon.agreement import together
 from dmuon.errors import listed
 from dmuon.groups import world_control_group
 from dmuon.runtime import runtime_of
+from dmuon.when_imported import forget, when_imported
 from dmuon.zero import public, seams
 from dmuon.zero.attach import attach
 from dmuon.zero.config import OPTIMIZER, DsConfig, require_group
@@ -246,42 +245,11 @@ def _unreached(params, **kwargs):
     )
 
 
-class _WhenImported(MetaPathFinder):
-    """Patches DeepSpeed right after its import, without importing it. Others may only look whether it is
-    there."""
-
-    _looking = False
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "deepspeed" or self._looking:
-            return None
-        self._looking = True
-        try:
-            spec = find_spec(name)
-        finally:
-            self._looking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._then_patch(spec.loader.exec_module)
-        return spec
-
-    def _then_patch(self, execute):
-        def exec_module(module):
-            execute(module)
-            sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-            patch(module)
-
-        return exec_module
-
-
 def install() -> None:
     """Now, if DeepSpeed is imported already; else as soon as it is."""
-    deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is not None and hasattr(deepspeed, "initialize"):
-        patch(deepspeed)
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    when_imported("deepspeed", patch, has="initialize")
 
 
 def uninstall() -> None:
-    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _WhenImported)]
+    forget("deepspeed")
     unpatch()
