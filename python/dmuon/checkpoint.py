@@ -36,8 +36,9 @@ class OwnedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         owned = next(a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, OwnedTensor))
-        if func.__name__.split(".")[0] in _QUIET:
-            return owned
+        name, dtype = func.__name__.split(".")[0], (kwargs or {}).get("dtype", owned.dtype)
+        if name in _QUIET or (name == "_to_copy" and dtype in (None, owned.dtype)):
+            return owned  # moving it to another device moves nothing
         raise owned._refusal()
 
     def _refusal(self) -> RuntimeError:

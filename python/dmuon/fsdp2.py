@@ -136,7 +136,11 @@ def check_axes(axes, chosen) -> None:
 
 
 def check_complete(runtime) -> None:
-    """Parameters outside of any ``fully_shard`` are their user's affair."""
+    """Parameters outside of any ``fully_shard`` are their user's affair. Those that a forward has left whole
+    are put away: the optimizer takes what stays."""
+    for module in runtime.model().modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def before_adopting(runtime) -> None:

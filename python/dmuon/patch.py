@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 from dmuon import ddp
 from dmuon.errors import listed
 from dmuon.fsdp2 import Ignored, Union, units_under, wrap_forward_method
+from dmuon.integrations import seams
 from dmuon.zero.initialize import install as install_zero
 from dmuon.zero.initialize import uninstall as uninstall_zero
 
@@ -44,7 +45,8 @@ def install_patch() -> None:
     ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
     public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_``,
     ``parallelize_module``, ``GradScaler.unscale_``, and the constructor and ``no_sync`` of
-    ``DistributedDataParallel``.
+    ``DistributedDataParallel``; and, once they are imported, ``deepspeed.initialize`` and methods of
+    ``accelerate.Accelerator`` and ``transformers.Trainer``.
     """
     if _originals:
         return
@@ -74,6 +76,7 @@ def install_patch() -> None:
     _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
     _rebind(clip_grad.clip_grad_norm_, _wrap_clip(clip_grad.clip_grad_norm_))
     install_zero()
+    seams.install()
 
 
 def uninstall_patch() -> None:
@@ -94,6 +97,7 @@ def uninstall_patch() -> None:
     for name in ("no_sync", "__init__"):
         setattr(DistributedDataParallel, name, _originals[name])
     uninstall_zero()
+    seams.uninstall()
     _originals.clear()
 
 

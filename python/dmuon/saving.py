@@ -166,6 +166,12 @@ def _committed(root: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
+def newest_step(directory: str | os.PathLike) -> int | None:
+    """The step of the newest complete checkpoint there, if there is any. Local."""
+    found = _committed(Path(directory))
+    return int(_NAME.fullmatch(found[0].name)[1]) if found else None
+
+
 def _tensors(state: Mapping) -> dict[str, torch.Tensor]:
     flat = {f"model.{name}": t for name, t in state["model"].items()}
     for name, entry in state.get("optim", {}).get("state", {}).items():

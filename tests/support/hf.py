@@ -1,11 +1,14 @@
-"""HF Trainer as its users write it, under DeepSpeed on CPU, and the same training in one process."""
+"""HF Trainer as its users write it, on CPU, and the same training in one process."""
 
 import os
 
 import dmuon
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.oracle import Oracle, assert_weights_close
 from tests.support.weights import total
@@ -18,22 +21,42 @@ LINEAR = (0, 1, 2 / 3, 1 / 3)
 WARMUP_DECAY = (0, 0, 0.5, 1)
 
 
+def need(*packages):
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+
+
 def hf_ready():
-    """The world as torchrun leaves it, without what an earlier test told Accelerate."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    """As ``trainer_ready``, for DeepSpeed."""
+    os.environ |= world()
     deepspeed_ready()
-    import transformers
-    from accelerate.state import AcceleratorState
+    transformers = trainer_ready()
     from transformers.integrations import deepspeed as integration
 
-    AcceleratorState._reset_state(True)
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     integration.unset_hf_deepspeed_config()
+    return transformers
+
+
+def trainer_ready():
+    """The world as torchrun leaves it, without what an earlier test told Accelerate."""
+    os.environ |= world()
+    import transformers
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    for name in [n for n in os.environ if n.startswith(("ACCELERATE_USE", "FSDP_"))]:
+        del os.environ[name]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
+
+
+def world():
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    return {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"} | {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
 
 
 def rows(count=ROWS, even=False):
@@ -69,7 +92,8 @@ def hf_config(stage, *, include=("*_proj",), zero=None, **changes):
     }
 
 
-def make_trainer(config, folder, model=None, **changes):
+def make_trainer(config, folder, model=None, trainer=None, **changes):
+    """`config` is DeepSpeed's, `trainer` has keywords of Trainer, `changes` of TrainingArguments."""
     from transformers import Trainer, TrainingArguments
 
     arguments = {
@@ -91,7 +115,8 @@ def make_trainer(config, folder, model=None, **changes):
     arguments = TrainingArguments(**arguments | changes)
     if not isinstance(model, torch.nn.Module):
         model = (model or seeded_llama)()
-    return Trainer(model=model, args=arguments, train_dataset=rows(), eval_dataset=rows(8))
+    data = {"train_dataset": rows(), "eval_dataset": rows(8)}
+    return Trainer(model=model, args=arguments, **data, **(trainer or {}))
 
 
 def llama_config(vocabulary=VOCABULARY):
@@ -114,6 +139,20 @@ def seeded_llama():
 
     torch.manual_seed(7)
     return LlamaForCausalLM(llama_config())
+
+
+def projections(name, p):
+    return p.ndim == 2 and "_proj" in name
+
+
+def hand_wrapped(model=None, predicate=projections):
+    """As scripts with FSDP2 do it; the model, not its optimizer."""
+    model = seeded_llama() if model is None else model
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dmuon.dedicate_params(model, mesh, predicate)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def in_one_process(model, muon, factors, *, clip=CLIP, ranks=2, even=False, **options):
@@ -139,9 +178,9 @@ def loss_of(model, batch):
     return F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
 
 
-def assert_as_one_process(engine, make_model, factors, norms, **options):
+def assert_as_one_process(engine, make_model, factors, norms, *, read=weights, **options):
     """Weights and the norms that were reported; float64 is the truth, float32 what plain torch loses."""
-    got, calls = weights(engine), total(dmuon.report(engine)["ns_calls"])
+    got, calls = read(engine), total(dmuon.report(engine)["ns_calls"])
     muon = {p.param_name for p in dmuon.get_dedicated_params(engine)}
     if dist.get_rank() != 0:
         return
@@ -154,8 +193,6 @@ def assert_as_one_process(engine, make_model, factors, norms, **options):
 
 
 def approximately(norms):
-    import pytest
-
     return pytest.approx(norms, rel=1e-5)
 
 
@@ -178,3 +215,30 @@ def saved(folder):
     from safetensors.torch import load_file
 
     return load_file(f"{folder}/model.safetensors")
+
+
+def pairs():
+    """Batches of ids and labels, before Accelerate divides them among the ranks."""
+    data = [(row["input_ids"], row["labels"]) for row in rows(even=True)]
+    return torch.utils.data.DataLoader(data, batch_size=PER_DEVICE)
+
+
+class AcceleratedRun:
+    """The loop of Accelerate's documentation, over what its `prepare` gave: accelerator, model, optimizer,
+    loader, scheduler."""
+
+    def train(self, steps, first=0):
+        """The norms that `clip_grad_norm_` gives."""
+        norms = []
+        for i, (x, y) in enumerate(self.loader):
+            if not first <= i // GAS < first + steps:
+                continue
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(input_ids=x, labels=y).loss)
+                if self.accelerator.sync_gradients:
+                    held = self.model.parameters()
+                    norms.append(self.accelerator.clip_grad_norm_(held, CLIP))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return norms

@@ -1,27 +1,26 @@
 """Accelerate over DeepSpeed, with the JSON that turns dmuon on."""
 
 import pytest
-import torch
 
 from tests.support.hf import (
     CLIP,
     GAS,
     LINEAR,
     LR,
-    PER_DEVICE,
+    AcceleratedRun,
     assert_as_one_process,
     assert_equal,
     hf_config,
     hf_ready,
-    rows,
+    need,
+    pairs,
     saved,
     seeded_llama,
 )
 from tests.support.ranks import run_ranks
 from tests.support.zero import STAGES, weights
 
-for package in ("deepspeed", "transformers", "accelerate"):
-    pytest.importorskip(package, reason=f"{package} is not installed")
+need("deepspeed", "transformers", "accelerate")
 
 by_stage = pytest.mark.parametrize("stage", STAGES)
 
@@ -33,23 +32,23 @@ def test_accelerate(stage, tmp_path):
 
 def check_accelerate(rank, world_size, stage, folder):
     """The loop of its documentation: DummyOptim, DummyScheduler, accumulate, clip, save and load."""
-    run = AcceleratedRun(stage)
+    run = ZeroRun(stage)
     norms = run.train(2)
-    assert_as_one_process(run.engine, seeded_llama, LINEAR[:2], norms, even=True)
+    assert_as_one_process(run.model, seeded_llama, LINEAR[:2], norms, even=True)
     run.accelerator.save_state(folder)
-    middle = weights(run.engine)
+    middle = weights(run.model)
     run.train(2, first=2)
-    end = weights(run.engine)
-    for other in (run, AcceleratedRun(stage)):
+    end = weights(run.model)
+    for other in (run, ZeroRun(stage)):
         other.accelerator.load_state(folder)
-        assert_equal(weights(other.engine), middle)
+        assert_equal(weights(other.model), middle)
         other.train(2, first=2)
-        assert_equal(weights(other.engine), end)
+        assert_equal(weights(other.model), end)
     check_accelerates_saves(other, end, folder)
 
 
 def check_accelerates_saves(run, want, folder):
-    a, engine = run.accelerator, run.engine
+    a, engine = run.accelerator, run.model
     state = a.get_state_dict(engine)
     if a.is_main_process:
         assert_equal(state, want)
@@ -70,7 +69,7 @@ def check_accelerates_saves(run, want, folder):
             bare.save_pretrained(f"{folder}/without")
 
 
-class AcceleratedRun:
+class ZeroRun(AcceleratedRun):
     def __init__(self, stage):
         transformers = hf_ready()
         from accelerate import Accelerator, DeepSpeedPlugin
@@ -83,26 +82,9 @@ class AcceleratedRun:
         model = seeded_llama()
         optimizer = DummyOptim(model.parameters(), lr=LR)
         schedule = transformers.get_linear_schedule_with_warmup
-        data = [(row["input_ids"], row["labels"]) for row in rows(even=True)]
-        self.engine, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model,
             optimizer,
-            torch.utils.data.DataLoader(data, batch_size=PER_DEVICE),
+            pairs(),
             DummyScheduler(optimizer, lr_scheduler_callable=lambda o: schedule(o, 1, 4)),
         )
-
-    def train(self, steps, first=0):
-        """The norms that `clip_grad_norm_` gives."""
-        norms = []
-        for i, (x, y) in enumerate(self.loader):
-            if not first <= i // GAS < first + steps:
-                continue
-            with self.accelerator.accumulate(self.engine):
-                self.accelerator.backward(self.engine(input_ids=x, labels=y).loss)
-                if self.accelerator.sync_gradients:
-                    held = self.engine.parameters()
-                    norms.append(self.accelerator.clip_grad_norm_(held, CLIP))
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-        return norms

@@ -19,14 +19,14 @@ from tests.support.hf import (
     llama_config,
     logged,
     make_trainer,
+    need,
     saved,
     seeded_llama,
 )
 from tests.support.ranks import run_fresh, run_ranks
 from tests.support.zero import STAGES, weights
 
-for package in ("deepspeed", "transformers", "accelerate"):
-    pytest.importorskip(package, reason=f"{package} is not installed")
+need("deepspeed", "transformers", "accelerate")
 
 by_stage = pytest.mark.parametrize("stage", STAGES)
 
@@ -225,7 +225,7 @@ except RuntimeError as error:
 
 @by_stage
 def test_lora_by_peft(stage, tmp_path):
-    pytest.importorskip("peft", reason="peft is not installed")
+    need("peft")
     run_ranks(check_lora, 2, stage, str(tmp_path), limit_s=90)
 
 

@@ -1,0 +1,133 @@
+"""Trainer set up the wrong way: one error on all ranks, before the first step, that says what to do."""
+
+import dmuon
+import torch
+from dmuon.integrations import hf, seams
+
+from tests.support.hf import (
+    hand_wrapped,
+    make_trainer,
+    need,
+    projections,
+    seeded_llama,
+    trainer_ready,
+)
+from tests.support.parity import assert_all_raise, cpu_mesh
+from tests.support.ranks import run_fresh, run_ranks
+
+need("transformers", "accelerate")
+
+
+def test_wrong_setups(tmp_path):
+    run_ranks(check_setups, 2, str(tmp_path), limit_s=90)
+
+
+def check_setups(rank, world_size, folder):
+    trainer_ready()
+    model = hand_wrapped()
+
+    def refused(trainer, *words):
+        text = assert_all_raise(lambda: hf.attach(trainer), "ValueError", *words)
+        assert assert_all_raise(trainer.train, "ValueError") == text
+
+    refused(make_trainer(None, folder, model), "no optimizer", "optimizers=(optimizer, None)")
+    adamw = torch.optim.AdamW(model.parameters())
+    refused(with_optimizer(folder, model, adamw), "is a AdamW", "dmuon.Muon of its model")
+    named = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3})}
+    trainer = make_trainer(None, folder, model, trainer=named)
+    assert_all_raise(trainer.train, "ValueError", "is a AdamW", "dmuon.Muon of its model")
+    optimizer = dmuon.Muon(model)
+    trainer_ready()
+    refused(
+        with_optimizer(folder, seeded_llama(), optimizer), "another one", "that dedicate_params"
+    )
+    trainer_ready()
+    other = hand_wrapped()
+    refused(with_optimizer(folder, other, optimizer), "dmuon.Muon of another model")
+    refused(with_optimizer(folder, model, optimizer, fsdp="full_shard"), "itself", 'fsdp=""')
+    half = seeded_llama()
+    dmuon.dedicate_params(half, cpu_mesh(world_size), projections)
+    refused(with_optimizer(folder, half, dmuon.Muon(half)), "Call fully_shard")
+    fine = with_optimizer(folder, model, optimizer, max_steps=1)
+    hf.attach(fine)
+    hf.attach(fine)
+    fine.train()
+
+
+def with_optimizer(folder, model, optimizer, **changes):
+    trainer = {"optimizers": (optimizer, None)}
+    return make_trainer(None, folder, model, trainer=trainer, **changes)
+
+
+def test_one_rank_alone(tmp_path):
+    run_ranks(check_one_rank, 2, str(tmp_path), limit_s=90)
+
+
+def check_one_rank(rank, world_size, folder):
+    trainer_ready()
+    model = hand_wrapped()
+    optimizer = dmuon.Muon(model)
+    trainer = with_optimizer(folder, model, optimizer)
+    if rank == 1:
+        trainer.optimizer = torch.optim.SGD(model.parameters())
+    assert_all_raise(trainer.train, "ValueError", "is a SGD")
+
+
+def test_versions_that_dmuon_does_not_know():
+    (printed,) = run_fresh(UNKNOWN, 1)
+    assert "dmuon relies on Trainer._save, which transformers" in printed
+    assert "does not have; tested: transformers 5.24" in printed
+    assert "dmuon relies on Trainer._load_best_model" in printed and "does not call" in printed
+
+
+UNKNOWN = """
+import dmuon, transformers
+from dmuon.integrations import hf, seams
+
+class Trainer:
+    def save_model(self): pass
+
+Trainer.__module__ = "transformers.trainer"
+for name in [*hf.PUBLIC, *hf.PRIVATE]:
+    setattr(Trainer, name, lambda self: None)
+del Trainer._save
+Trainer.others = lambda self: [self._has_mixed_mesh_grads(), self._move_model_to_device(), self._load_from_checkpoint(),
+    self._save_optimizer_and_scheduler(), self._load_optimizer_and_scheduler()]
+for once in range(2):
+    seams.wrap(Trainer, hf.PUBLIC, hf.PRIVATE)
+    try:
+        seams.check()
+    except RuntimeError as error:
+        print(error)
+    Trainer._save = Trainer.again = lambda self: self._save()
+    seams._lost.clear()
+"""
+
+
+def test_nothing_heavy_is_imported_with_dmuon():
+    (printed,) = run_fresh(LIGHT, 1)
+    assert printed.split() == ["[]", "wrapped", "original"]
+
+
+LIGHT = """
+import sys
+import dmuon, dmuon.integrations, dmuon.integrations.hf, dmuon.integrations.accelerate
+print([name for name in ("transformers", "accelerate", "deepspeed") if name in sys.modules])
+from transformers import Trainer
+print("wrapped" if hasattr(Trainer._save, "__wrapped__") else "original")
+dmuon.uninstall_patch()
+print("wrapped" if hasattr(Trainer._save, "__wrapped__") else "original")
+"""
+
+
+def test_the_installed_versions_are_the_ones_the_docs_name():
+    from importlib.metadata import version
+
+    import accelerate.accelerator
+    import transformers.trainer
+
+    for package, tested in seams.TESTED.items():
+        assert version(package).startswith(tested + ".")
+    seams.check()
+    assert hasattr(transformers.trainer.Trainer._save, "__wrapped__")
+    assert hasattr(accelerate.accelerator.Accelerator.prepare, "__wrapped__")
