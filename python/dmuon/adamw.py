@@ -10,7 +10,7 @@ class SymmetricAdamW:
     """torch's AdamW over the optimizer's own groups and state. Plain parameters of a group
     and those of each mesh go separately: torch does not mix them in one operation. Dedicated ones are the engine's."""
 
-    _FLAGS: ClassVar = {
+    FLAGS: ClassVar = {
         "amsgrad": False,
         "maximize": False,
         "foreach": None,
@@ -22,7 +22,7 @@ class SymmetricAdamW:
     def __init__(self, groups: list[dict], state, dedicated: set[int]):
         self._parts = []
         for group in groups:
-            for flag, value in self._FLAGS.items():
+            for flag, value in self.FLAGS.items():
                 group.setdefault(flag, value)
             params = [p for p in group["params"] if id(p) not in dedicated]
             by_mesh: dict = {}

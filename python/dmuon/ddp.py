@@ -166,6 +166,7 @@ class _Plain:
                 values.copy_(_of_first_rank(runtime.axes, values))
 
     whole, assign = staticmethod(fsdp2.whole), staticmethod(fsdp2.assign)
+    like, states = staticmethod(fsdp2.like), staticmethod(fsdp2.states)
 
     @staticmethod
     def make_adapter(units: int, ranks: int) -> "_C.DdpAdapter":

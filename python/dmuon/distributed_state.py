@@ -36,7 +36,8 @@ def state_dict(
     Args:
         optimizer: the ``dmuon.Muon`` of ``model``; under DeepSpeed what ``initialize`` gives.
         dedicated_only: the dedicated matrices and their optimizer state, without groups: the same under every
-            runtime. Under DeepSpeed it must be True: the rest is DeepSpeed's, in its own files.
+            runtime. Under DeepSpeed it must be True: what DeepSpeed shards goes into its own files, or into the
+            whole dictionaries of ``get_model_state_dict`` and ``get_optimizer_state_dict``.
 
     Raises:
         ValueError: ``optimizer`` is not that of ``model``; DeepSpeed, and ``dedicated_only`` is not given.
@@ -51,9 +52,10 @@ class State(dict):
         runtime = runtime_of_whole(model)
         if isinstance(runtime.adapter, _C.ZeroAdapter) and not dedicated_only:
             raise ValueError(
-                "under DeepSpeed dmuon has the dedicated matrices alone. Use engine.save_checkpoint and "
-                "load_checkpoint for everything, or dmuon.state_dict(engine, optimizer, dedicated_only=True) to "
-                "take the matrices to another runtime."
+                "under DeepSpeed this has the dedicated matrices alone. For everything use engine.save_checkpoint and "
+                "load_checkpoint, or, to go to another runtime or stage, dmuon.get_model_state_dict(engine) and "
+                "dmuon.get_optimizer_state_dict(engine, optimizer); for the matrices alone "
+                "dmuon.state_dict(engine, optimizer, dedicated_only=True)."
             )
         self._model, self._dedicated_only = model, dedicated_only
         self._optimizer = None if optimizer is None else optimizer_of(runtime, optimizer)

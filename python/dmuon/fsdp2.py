@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon import _C
+from dmuon.states import MuonStates
 from dmuon.tensor_parallel import distribute_like
 
 
@@ -152,10 +153,20 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def like(value: torch.Tensor) -> torch.Tensor:
+    """On the meta device: what ``whole`` gives."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
 @torch.no_grad()
 def assign(mine: torch.Tensor, value: torch.Tensor) -> None:
     """This rank's part of a whole tensor, into what the runtime keeps."""
     mine.copy_(distribute_like(mine, value))
+
+
+def states(runtime) -> MuonStates:
+    """Of the runtime's ``dmuon.Muon``."""
+    return MuonStates(runtime.optimizer(), runtime.front)
 
 
 def make_adapter(units: int, ranks: int) -> "_C.Fsdp2Adapter":

@@ -4,20 +4,16 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from dmuon import _C
 from dmuon.checkpoint import from_owner, my_part
 from dmuon.errors import listed
 from dmuon.full_state import Source, misfits, snapshot
 from dmuon.optimizer import Muon, in_shards, optimizer_of, state_shapes
 from dmuon.runtime import Runtime, runtime_of_whole
+from dmuon.states import MASTER, NOT_SETTINGS, PLACING, MuonStates
 
 # A group of torch.optim.Muon has it. Its momentum is a running mean, ours a running sum.
 _OF_TORCH_MUON = "ns_coefficients"
-_PLACING = "tp_distributed_gram"  # says where momenta lie: nothing for a state that is whole
-_NOT_SETTINGS = ("params", "group_name", "route", "param_names", _PLACING)
-_MASTER = "master"  # the float32 weight of a 16-bit parameter: an entry that may be missing
 _WHAT = "the optimizer's state_dict"
 
 
@@ -32,9 +28,14 @@ def get_optimizer_state_dict(
     """The optimizer's state in torch's format, whole and by name: ``{"state": {name: {key: tensor}},
     "param_groups": [{"params": [names], "lr": ...}]}``, equal to that of the same training in one process.
 
+    A 16-bit parameter whose optimizer has a float32 weight has that as ``"master"``, too: dedicated ones, and
+    all that DeepSpeed trains.
+
     Collective over the job. Beyond the result, each rank holds one whole tensor at a time.
 
     Args:
+        optimizer: under DeepSpeed any that ``deepspeed.initialize`` gives. Its groups are two here, ``<i>/muon`` and
+            ``<i>/adamw``.
         cpu_offload, rank0_only: as ``get_model_state_dict``'s.
         as_torch: momenta as ``torch.optim.Muon`` keeps them, ``1 - momentum`` times ours, so that
             ``torch.distributed.checkpoint.state_dict`` loads them into it.
@@ -42,55 +43,49 @@ def get_optimizer_state_dict(
     Raises:
         ValueError: ``optimizer`` is not the ``dmuon.Muon`` of ``model``.
     """
-    runtime = _runtime_of_both(model, optimizer)
+    runtime, states = _of_both(model, optimizer)
     runtime.engine.wait_reductions()
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
     dedicated = {id(p.parameter): p for p in runtime.params}
-    names = optimizer.parameter_names()
+    groups = states.groups()
     state: dict[str, dict] = {}
-    for group in optimizer.param_groups:
+    for group in groups:
         mean = 1 - float(group["momentum"]) if as_torch and group["route"] == "muon" else 1.0
-        for p in group["params"]:
-            values = _whole_state(optimizer, p, dedicated.get(id(p)), mean)
+        for name in group["params"]:
+            p = states.parameters[name]
+            values = _whole_state(states, p, dedicated.get(id(p)), mean)
             kept = {key: snapshot(v, cpu_offload) if receives else None for key, v in values}
             if kept:
-                state[names[id(p)]] = kept
-    groups = [_named(group, names, optimizer, as_torch) for group in optimizer.param_groups]
+                state[name] = kept
+    groups = [_shown(group, states, as_torch) for group in groups]
     return {"state": state, "param_groups": groups} if receives else {}
 
 
-def _runtime_of_both(model: nn.Module, optimizer) -> Runtime:
+def _of_both(model: nn.Module, optimizer) -> tuple[Runtime, MuonStates]:
     runtime = runtime_of_whole(model)
-    if isinstance(runtime.adapter, _C.ZeroAdapter):
-        raise ValueError(
-            "under DeepSpeed the optimizer's state is in part DeepSpeed's. Use engine.save_checkpoint and "
-            "load_checkpoint, or dmuon.state_dict(engine, optimizer, dedicated_only=True) for the dedicated "
-            "matrices."
-        )
     optimizer_of(runtime, optimizer)
-    return runtime
+    return runtime, runtime.front.states(runtime)
 
 
-def _whole_state(optimizer, p, param, mean: float) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole_state(states, p, param, mean: float) -> Iterator[tuple[str, torch.Tensor]]:
     """Every rank goes through the same keys."""
     if param is None:
-        for key, value in optimizer.state.get(p, {}).items():
-            yield key, value.full_tensor() if isinstance(value, DTensor) else value
+        yield from states.whole(p)
         return
-    mine = optimizer.engine_state(param)
+    mine = states.engine_state(param)
     for key, shape in state_shapes(param).items():
         whole = from_owner(param, mine.get(key), shape, cut=in_shards(param, key))
         yield key, whole * mean if key == "momentum_buffer" and mean != 1 else whole
     if param.dtype.itemsize < 4:  # the model's dictionary has it rounded
-        yield _MASTER, from_owner(param, param._owned_data)
+        yield MASTER, from_owner(param, param._owned_data)
 
 
-def _named(group: Mapping, names: Mapping[int, str], optimizer: Muon, as_torch: bool) -> dict:
-    left_out = _NOT_SETTINGS if as_torch else ("params", _PLACING)
+def _shown(group: Mapping, states, as_torch: bool) -> dict:
+    left_out = NOT_SETTINGS if as_torch else ("params", PLACING)
     settings = {key: value for key, value in group.items() if key not in left_out}
     if as_torch and group["route"] == "muon":
-        settings |= optimizer.torch_settings()
-    return {"params": [names[id(p)] for p in group["params"]], **settings}
+        settings |= states.torch_settings()
+    return {"params": group["params"], **settings}
 
 
 def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapping) -> None:
@@ -102,36 +97,43 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
     anew, as in torch. Settings of a group (``lr``, ``momentum``, ...) are those that its parameters were saved
     with.
 
+    Under DeepSpeed, at stages 1 to 3, AdamW counts the steps of a group as one: a parameter without state among
+    others starts with moments of zero at their step, as one that nobody used. State of a parameter that DeepSpeed
+    does not train, a frozen one, is left out. Its loss scale, its counters and its scheduler are not in the dictionary.
+
     Raises:
-        ValueError: on all ranks, naming what is missing, unexpected or of another shape.
+        ValueError: on all ranks, naming what is missing, unexpected or of another shape; under DeepSpeed, step counts
+            that differ where it has one, and an lr of 0 for Muon beside one for AdamW.
     """
-    runtime = _runtime_of_both(model, optimizer)
-    names = optimizer.parameter_names()
+    runtime, states = _of_both(model, optimizer)
     dedicated = {id(p.parameter): p for p in runtime.params}
-    parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
     wanted = {
-        name: _dedicated_shapes(dedicated[id(p)]) if id(p) in dedicated else _adamw_shapes(p)
-        for name, p in parameters.items()
+        name: _dedicated_shapes(dedicated[id(p)])
+        if id(p) in dedicated
+        else _adamw_shapes(runtime.front.like(p).shape)
+        for name, p in states.parameters.items()
     }
-    source = Source(runtime, state_dict, lambda given: _problem(given, wanted), _WHAT)
+
+    def problem(given: Mapping) -> str:
+        return _problem(given, wanted) or states.problem(given)
+
+    source = Source(runtime, state_dict, problem, _WHAT)
     saved = source.tell(_skeleton(source.given) if source.has_it else None)
-    for group in optimizer.param_groups:
-        members = [names[id(p)] for p in group["params"]]
-        group |= _settings(group, saved["groups"], members)
-    for name, p in parameters.items():
-        _load(optimizer, source, name, p, dedicated.get(id(p)), wanted[name], saved)
+    states.restart({name for name, keys in saved["state"].items() if set(keys) - {MASTER}})
+    for name, p in states.parameters.items():
+        _load(states, source, name, p, dedicated.get(id(p)), wanted[name], saved)
     runtime.spread_values()
     runtime.engine.show_residents()
-    optimizer.state_was_loaded()
+    states.set_groups(saved["groups"])
 
 
 def _dedicated_shapes(param) -> dict[str, tuple]:
-    return {**state_shapes(param), _MASTER: tuple(param.full_shape)}
+    return {**state_shapes(param), MASTER: tuple(param.full_shape)}
 
 
-def _adamw_shapes(p: torch.Tensor) -> dict[str, tuple]:
-    shape = tuple(p.shape)
-    return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
+def _adamw_shapes(shape: torch.Size) -> dict[str, tuple]:
+    shape = tuple(shape)
+    return {"exp_avg": shape, "exp_avg_sq": shape, "step": (), MASTER: shape}
 
 
 def _problem(given: Mapping, wanted: Mapping[str, dict]) -> str:
@@ -151,9 +153,9 @@ def _problem(given: Mapping, wanted: Mapping[str, dict]) -> str:
     shapes = {
         f"{n}.{k}": s
         for n, keys in wanted.items()
-        if given["state"].get(n)
         for k, s in keys.items()
-        if k != _MASTER or k in given["state"][n]
+        if k in given["state"].get(n, ())
+        or (k != MASTER and set(given["state"].get(n, ())) - {MASTER})
     }
     return misfits(_WHAT, flat, shapes)
 
@@ -166,28 +168,19 @@ def _skeleton(given: Mapping) -> dict:
     }
 
 
-def _settings(group: Mapping, saved: list[dict], members: list[str]) -> dict:
-    """Those of the group that the first member was saved in."""
-    theirs = next(g for g in saved if members[0] in g["params"])
-    settings = {key: theirs[key] for key in group if key in theirs and key not in _NOT_SETTINGS}
-    if "initial_lr" in theirs:  # a scheduler's
-        settings["initial_lr"] = theirs["initial_lr"]
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
-
-
-def _load(optimizer, source: Source, name: str, p, param, shapes: dict, saved: dict) -> None:
+def _load(states, source: Source, name: str, p, param, shapes: dict, saved: dict) -> None:
     there, values = saved["state"].get(name, ()), {}
     for key in there:
         value = source.given["state"][name][key] if source.has_it else None
-        device = "cpu" if key == "step" else p.device
-        values[key] = source.take(value, shapes[key], torch.float32, device)
+        value = source.take(value, shapes[key], torch.float32, p.device)
+        values[key] = value.cpu() if key == "step" else value
     group = next(g for g in saved["groups"] if name in g["params"])
     if "momentum_buffer" in values and _OF_TORCH_MUON in group:
         values["momentum_buffer"] = values["momentum_buffer"] / (1 - float(group["momentum"]))
     if param is None:
-        optimizer.set_symmetric_state(p, values)
+        states.set(p, values)
         return
-    if _MASTER in values:
-        param.runtime.set_value(param, values[_MASTER])
-    for key, mine in optimizer.engine_state(param).items():
-        mine.copy_(my_part(param, key, values[key])) if there else mine.zero_()
+    if MASTER in values:
+        param.runtime.set_value(param, values[MASTER])
+    for key, mine in states.engine_state(param).items():
+        mine.copy_(my_part(param, key, values[key])) if key in values else mine.zero_()

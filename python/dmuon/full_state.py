@@ -9,7 +9,7 @@ from torch import nn
 from dmuon import _C
 from dmuon.checkpoint import from_owner
 from dmuon.errors import listed
-from dmuon.names import clean, slots
+from dmuon.names import clean
 from dmuon.runtime import Runtime, runtime_of, runtime_of_whole
 
 
@@ -30,26 +30,20 @@ def get_model_state_dict(
     runtime = runtime_of(model)
     runtime.engine.wait_publishes()
     dedicated = {name: param for param in runtime.params for name in param.names}
-    first_name = first_names(runtime.model())
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
     held = _model_tensors(runtime)
     whole: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}  # name of each tensor: a tied one has several
     for key, value in runtime.model().state_dict().items():
         name = clean(key)
-        tied = first_name.get(name, name)
-        if tied in whole and tied != name:
+        mine = held.get(name, value)
+        tied = first.setdefault(id(dedicated.get(name, mine)), name)
+        if tied in whole:
             whole[name] = whole[tied]
             continue
-        mine = held.get(name, value)
         value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(mine)
         whole[name] = snapshot(value, cpu_offload) if receives else None
     return whole if receives else {}
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter -> the first one that ``state_dict`` lists."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, _, _, p in slots(model)}
 
 
 def _master(param) -> torch.Tensor:
@@ -68,32 +62,36 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
 
     Strict, and all or nothing: the ranks agree that everything fits before the first write. Collective over
     the job: every rank gives the whole dictionary, or the job's first one alone and the others an empty one,
-    as ``get_model_state_dict`` gives it; then tensors are sent one at a time.
+    as ``get_model_state_dict`` gives it; then tensors are sent one at a time. Under DeepSpeed a weight goes to the
+    float32 copy of its optimizer as well as to the one that computes.
 
     Raises:
         ValueError: on all ranks, naming what is missing, unexpected or of another shape; a rank gave no
             dictionary while others did.
     """
     runtime = runtime_of_whole(model)
-    if isinstance(runtime.adapter, _C.ZeroAdapter):
-        raise ValueError(
-            "under DeepSpeed set_model_state_dict does not reach its optimizer's copies. Load into the model "
-            "before deepspeed.initialize, or use engine.load_checkpoint."
-        )
-    wanted = _model_tensors(runtime)
+    held = _model_tensors(runtime)
+    dedicated = {name: param for param in runtime.params for name in param.names}
+    wanted = {name: _like(runtime, dedicated.get(name), mine) for name, mine in held.items()}
     shapes = {name: tuple(t.shape) for name, t in wanted.items()}
     what = "the model's state_dict"
     source = Source(runtime, state_dict, lambda given: misfits(what, given, shapes), what)
-    dedicated = {name: param for param in runtime.params for name in param.names}
-    for name, mine in wanted.items():
+    for name, mine in held.items():
         value = source.given[name] if source.has_it else None
-        value = source.take(value, mine.shape, mine.dtype, mine.device)
+        value = source.take(value, wanted[name].shape, wanted[name].dtype, mine.device)
         if name in dedicated:
             runtime.set_value(dedicated[name], value)
         else:
             runtime.front.assign(mine, value)
     runtime.spread_values()
     runtime.engine.show_residents()
+
+
+def _like(runtime: Runtime, param, mine: torch.Tensor) -> torch.Tensor:
+    """On the meta device: what the whole dictionary has of it."""
+    if param is None:
+        return runtime.front.like(mine)
+    return torch.empty(param.full_shape, dtype=param.dtype, device="meta")
 
 
 def _model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:

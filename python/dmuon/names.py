@@ -29,3 +29,9 @@ def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 yield clean(join(path, attribute)), module, attribute, parameter
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> the first one that ``state_dict`` lists."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, _, _, p in slots(model)}

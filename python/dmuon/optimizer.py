@@ -13,9 +13,10 @@ from dmuon.agreement import raise_everywhere
 from dmuon.checkpoint import OwnedTensor, as_parameter, in_shards, my_part, owned_tensor
 from dmuon.errors import choice, listed
 from dmuon.names import slots
-from dmuon.newton_schulz import JORDAN_COEFFICIENTS, NewtonSchulz, as_newton_schulz
+from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
 from dmuon.param_groups import check_settings, lower
 from dmuon.runtime import runtime_of_whole
+from dmuon.states import torch_settings
 from dmuon.tensor_parallel import distribute_like
 
 _NONFINITE = {
@@ -201,14 +202,8 @@ class Muon(torch.optim.Optimizer):
         return {id(p): self._names[id(p)] for g in self.param_groups for p in g["params"]}
 
     def torch_settings(self) -> dict:
-        """What a group of ``torch.optim.Muon`` has beside ours. It knows one row of coefficients, Jordan's."""
-        return {
-            "nesterov": bool(self._agreed["nesterov"]),
-            "ns_steps": self._agreed["ns_steps"],
-            "adjust_lr_fn": self._agreed["adjust_lr"],
-            "ns_coefficients": JORDAN_COEFFICIENTS[0],
-            "eps": 1e-7,
-        }
+        """What a group of ``torch.optim.Muon`` has beside ours."""
+        return torch_settings(self._agreed)
 
     def engine_state(self, param) -> dict[str, torch.Tensor]:
         """The engine's own memory of a dedicated parameter's state; empty where it lies elsewhere."""

@@ -62,6 +62,7 @@ SETTINGS = (  # path, value, what the error says
     ((ZERO, "offload_optimizer"), {"device": "nvme"}, ["NVMe", '"cpu"']),
     ((ZERO, "offload_param"), {"device": "nvme"}, ["NVMe", '"cpu"']),
     ((ZERO, "offload_optimizer"), {"device": "cpu", "super_offload": True}, ["super_offload"]),
+    ((ZERO, "offload_optimizer"), {"device": "cpu", "ratio": 0.5}, ["ratio", "Drop the key"]),
     (("sparse_gradients",), True, ["sparse_gradients"]),
     (("amp",), {"enabled": True}, ["amp", "bf16"]),
     (("torch_autocast",), {"enabled": True, "dtype": "half"}, ["torch_autocast", "bfloat16"]),

@@ -76,13 +76,17 @@ def test_one_process_reads_it(tmp_path):
     assert_same(got, want)
 
 
-def test_the_rest_of_a_model_is_not_dmuons_to_save():
+def test_what_dmuon_does_not_save_in_files_of_its_own():
     run_ranks(check_whole_is_refused, 2)
 
 
 def check_whole_is_refused(rank, world_size):
     engine = make_engine(config_of(3))
-    both = "ValueError", "engine.save_checkpoint", "dedicated_only=True"
-    assert_all_raise(lambda: dmuon.state_dict(engine, engine.optimizer), *both)
-    assert_all_raise(lambda: dmuon.get_optimizer_state_dict(engine, engine.optimizer), *both)
-    assert_all_raise(lambda: dmuon.save_checkpoint("never", 0, engine, engine.optimizer), *both)
+    words = (
+        "ValueError",
+        "engine.save_checkpoint",
+        "dedicated_only=True",
+        "get_optimizer_state_dict",
+    )
+    assert_all_raise(lambda: dmuon.state_dict(engine, engine.optimizer), *words)
+    assert_all_raise(lambda: dmuon.save_checkpoint("never", 0, engine, engine.optimizer), *words)

@@ -12,9 +12,10 @@ import torch
 
 from dmuon.agreement import from_first_rank, is_first, on_every_rank, together
 from dmuon.full_optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
-from dmuon.full_state import first_names, get_model_state_dict, set_model_state_dict
+from dmuon.full_state import get_model_state_dict, set_model_state_dict
 from dmuon.groups import world_control_group
 from dmuon.integrations import seams
+from dmuon.names import first_names
 from dmuon.runtime import runtime_of_whole
 
 _WEIGHTS = "model.safetensors"

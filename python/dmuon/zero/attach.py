@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from dmuon import _C
-from dmuon.zero import checkpoint, helpers, public, seams
+from dmuon.zero import checkpoint, helpers, norms, public, seams
 from dmuon.zero.optimizer import OwnerOptimizer
+from dmuon.zero.partitions import Partitions
 from dmuon.zero.plan import Plan
 
 
@@ -29,6 +30,7 @@ class Attached:
             named = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
             self._managed = [p for _, p in named]
             self._symmetric.names = [n for n, _ in named]
+        self.partitions: Partitions = None  # what DeepSpeed keeps in float32
         self.shows_whole = False  # a checkpoint is being saved
         self._forget_step()
 
@@ -145,7 +147,8 @@ def attach(engine, plan: Plan) -> None:
     attached = Attached(engine, plan, optimizer)
     optimizer.arm(attached)
     runtime.optimizer = weakref.ref(optimizer)
-    seams.install(engine, attached)
+    norms.install(engine, attached)
+    attached.partitions = Partitions(engine, optimizer)
     asked = weakref.ref(engine)
     runtime.adapter.set_reduces(lambda: seams.reduces_now(asked()))
     _wrap_step(engine, attached)

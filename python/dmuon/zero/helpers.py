@@ -10,7 +10,6 @@ from dmuon.checkpoint import from_owner
 from dmuon.errors import nearest
 from dmuon.names import clean
 from dmuon.optimizer import state_shapes
-from dmuon.zero import seams
 
 
 def named_parameters(engine) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -38,10 +37,16 @@ def full_fp32_param(engine, name: str) -> torch.Tensor:
     Raises:
         ValueError: no parameter has that name.
     """
+    from dmuon.zero.attach import attached_to
+
     found = dict(named_parameters(engine))
     if name not in found:
         raise ValueError(f"full_fp32_param got {name!r}, {nearest(name, tuple(found))}")
-    return seams.full_fp32(engine, found[name])
+    parameter = found[name]
+    dedicated = dedicated_of(parameter)
+    if dedicated is None:
+        return attached_to(engine).partitions.full_fp32(parameter)
+    return from_owner(dedicated, dedicated._owned_data)
 
 
 def dedicated_of(parameter: torch.Tensor):

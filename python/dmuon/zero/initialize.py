@@ -16,7 +16,8 @@ from dmuon.when_imported import forget, when_imported
 from dmuon.zero import public, seams
 from dmuon.zero.attach import attach
 from dmuon.zero.config import OPTIMIZER, DsConfig, require_group
-from dmuon.zero.optimizer import OwnerOptimizer, check_keywords, groups_given
+from dmuon.zero.groups import check_keywords, groups_given
+from dmuon.zero.optimizer import OwnerOptimizer
 from dmuon.zero.plan import Plan, dedicate_params_zero
 from dmuon.zero.refusals import check_supported
 from dmuon.zero.section import Section

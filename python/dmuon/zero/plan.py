@@ -1,6 +1,5 @@
 """``dedicate_params_zero``: the chosen matrices leave DeepSpeed's sight before it looks."""
 
-import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -18,6 +17,7 @@ from dmuon.runtime import Runtime
 from dmuon.set_up import Predicate, Settings, set_up
 from dmuon.zero import seams
 from dmuon.zero.config import DsConfig, require_group
+from dmuon.zero.front import Resident, Stage3
 from dmuon.zero.refusals import check_model, check_supported
 from dmuon.zero.section import Section, shape_of
 
@@ -99,7 +99,7 @@ def dedicate_params_zero(
     mesh = _whole_mesh(model)
     _make_whole(model, predicate, mesh)
     shard, replicate = (mesh, None) if config.stage == 3 else (None, mesh)
-    front = (_Stage3 if config.stage == 3 else _Resident)(config, model)
+    front = (Stage3 if config.stage == 3 else Resident)(config, model)
     runtime = set_up(model, shard, replicate, predicate, settings, front, (config.stage,))
     runtime.settle()
     runtime.engine.show_residents()
@@ -188,106 +188,3 @@ def _make_whole(model: nn.Module, predicate: _Remembered, mesh: DeviceMesh) -> N
     for _, module, attribute, parameter in list(slots(model)):
         if id(parameter) in whole:
             module._parameters[attribute] = whole[id(parameter)]
-
-
-class _Front:
-    """What ``set_up`` and the runtime ask about DeepSpeed."""
-
-    resident: bool
-    plan: Plan | None = None
-
-    def __init__(self, config: DsConfig, model: nn.Module):
-        self._config, self._model = config, weakref.ref(model)
-
-    @staticmethod
-    def check_model(model: nn.Module) -> None:
-        """What holds for all runtimes."""
-
-    def check_axes(self, axes, chosen) -> None:
-        frozen = [c.name for c in chosen if not c.parameter.requires_grad]
-        if frozen and len(frozen) == len(chosen):
-            raise ValueError(
-                f"all chosen parameters are frozen: {listed(frozen)}. Choose trainable ones."
-            )
-        taken = {id(c.parameter) for c in chosen}
-        if not any(p.requires_grad and id(p) not in taken for p in self._model().parameters()):
-            raise ValueError(
-                "every trainable parameter is dedicated, and DeepSpeed does not run with nothing to train. "
-                "Leave one out that AdamW may train: an embedding, a norm, a bias, one of LoRA's matrices."
-            )
-
-    def before_adopting(self, runtime: Runtime) -> None:
-        """Initial values are rank 0's; then the parameters move among the buffers."""
-        for param in runtime.params:
-            value = param.parameter.detach()
-            first = value.contiguous()
-            if first.numel() and not first.is_meta:
-                dist.broadcast(first, src=0)
-                value.copy_(first)
-            for slot in param.slots:
-                slot.hide()
-
-    def settle(self, runtime: Runtime) -> None:
-        for param in runtime.params:
-            unit = runtime.adapter.unit(runtime.engine.unit_of(param.index))
-            compute = self._config.compute_dtype or param.dtype
-            unit.compute_dtype = param.policy.param_dtype or compute
-            reduce = param.policy.grad_dtype or self._config.reduce_dtype or unit.compute_dtype
-            unit.reduce_dtype = torch.float32 if reduce == torch.float64 else reduce
-
-    def no_sync(self):
-        """DeepSpeed's own, which knows no nesting."""
-        stage, attached = self._config.stage, self.plan.attached
-        if attached is None:
-            raise ValueError("no_sync before dmuon.zero.attach(engine, plan). Call attach first.")
-        if stage >= 2:
-            raise ValueError(
-                f"at ZeRO stage {stage} DeepSpeed reduces every micro-batch, so there is no no_sync. Set "
-                '"gradient_accumulation_steps" in its config, or use engine.coalesce_grad_reduction().'
-            )
-        inside = attached.engine.inside_no_sync_ctxt
-        return contextlib.nullcontext() if inside else attached.engine.no_sync()
-
-    def summarize_groups(self) -> list[dict]:
-        optimizer = self.plan.optimizer()
-        if optimizer is None:
-            raise ValueError("this model has no OwnerOptimizer yet. Call dmuon.zero.initialize.")
-        return optimizer.summarize_groups()
-
-    def whole(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a parameter or buffer that DeepSpeed keeps, with the dtype the model had. Collective."""
-        if not isinstance(value, nn.Parameter):
-            return value
-        attached = self.plan.attached
-        if attached is None:  # not DeepSpeed's yet, but for zero.Init
-            return seams.gathered(value) if seams.is_partitioned(value) else value
-        whole = seams.full_fp32(attached.engine, value)
-        return whole.to(self.plan.dtypes.get(id(value), value.dtype))
-
-    @staticmethod
-    def check_slot(param) -> None:
-        """The runtime's own error says what to do."""
-
-    @staticmethod
-    def check_complete(runtime: Runtime) -> None:
-        raise ValueError(
-            "this model was prepared for DeepSpeed by dedicate_params_zero. Its optimizer is "
-            "dmuon.zero.OwnerOptimizer(params, plan=plan), given to deepspeed.initialize; or call "
-            "dmuon.zero.initialize(model=..., config=...)."
-        )
-
-    def make_adapter(self, units: int, ranks: int) -> "_C.ZeroAdapter":
-        residency = _C.Residency.resident if self.resident else _C.Residency.transient
-        return _C.ZeroAdapter(
-            units, residency, 1.0 if self._config.sums_gradients else float(ranks)
-        )
-
-
-class _Resident(_Front):
-    """Stages 0, 1 and 2."""
-
-    resident = True
-
-
-class _Stage3(_Front):
-    resident = False

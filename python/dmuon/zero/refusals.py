@@ -93,6 +93,11 @@ _REFUSED = (
         "Drop the key.",
     ),
     _Refusal(
+        "zero_optimization.offload_optimizer.ratio below 1",
+        lambda c: c.get("zero_optimization", "offload_optimizer", "ratio", default=1) != 1,
+        "There DeepSpeed takes its own CPU Adam and no other optimizer. Drop the key.",
+    ),
+    _Refusal(
         "zero_optimization.zenflow",
         lambda c: c.get("zero_optimization", "zenflow") is not None,
         "Drop the section.",

@@ -1,4 +1,5 @@
-"""All that dmuon touches of DeepSpeed beyond its public functions, in one place.
+"""All that dmuon touches of DeepSpeed beyond its public functions: here, in ``norms.py`` (how it clips and
+skips steps) and in ``partitions.py`` (where it keeps float32 weights and states).
 
 Tried with DeepSpeed 0.19.8. Each wrapped method is looked for, with its parameters, when an engine is
 attached: another DeepSpeed is tried and announced, one whose methods have changed is refused by name.
@@ -7,7 +8,6 @@ attached: another DeepSpeed is tried and announced, one whose methods have chang
 import contextlib
 import functools
 import inspect
-import math
 import sys
 import warnings
 import weakref
@@ -54,6 +54,18 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
     with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
+
+
+@torch.no_grad()
+def assign(mine: torch.Tensor, value: torch.Tensor) -> None:
+    """A whole value into a parameter or buffer that computes. Collective where it is partitioned."""
+    if not is_partitioned(mine):
+        mine.data.copy_(value)
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([mine], modifier_rank=0):
+        mine.data.copy_(value)
 
 
 def is_engine(model) -> bool:
@@ -149,22 +161,6 @@ def leave_step(engine) -> None:
     engine._running_engine_step = False
 
 
-def full_fp32(engine, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole weight of DeepSpeed's, as its optimizer has it. Collective."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    if is_partitioned(parameter) and not hasattr(parameter, "_z3_optimizer"):  # frozen
-        return whole(parameter).float()
-    kept = safe_get_full_fp32_param(parameter)
-    if kept is not None:
-        return kept
-    for low, high in zip(*(getattr(engine.optimizer, f"fp{bits}_groups", ()) for bits in (16, 32))):
-        for p, master in zip(low, high):  # stage 0 in 16 bits, which that function does not know
-            if p is parameter:
-                return master.detach().clone()
-    return whole(parameter).float()
-
-
 def announce_version() -> None:
     import deepspeed
 
@@ -190,10 +186,10 @@ def wrap(owner, name: str, wanted: str, make) -> None:
     """
     original = getattr(owner, name, None)
     if not callable(original):
-        _refuse(owner, name, f"({wanted})", "is missing")
+        refuse(owner, name, f"({wanted})", "is missing")
     given = ", ".join(_parameters(original))
     if given != wanted:
-        _refuse(owner, name, f"({wanted})", f"takes ({given})")
+        refuse(owner, name, f"({wanted})", f"takes ({given})")
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
@@ -207,127 +203,10 @@ def _parameters(method) -> list[str]:
     return list(inspect.signature(function).parameters)[bound:]
 
 
-def _refuse(owner, name: str, wanted: str, problem: str):
+def refuse(owner, name: str, wanted: str, problem: str):
     import deepspeed
 
     raise RuntimeError(
         f"DeepSpeed {deepspeed.__version__}: {type(owner).__name__}.{name}{wanted} {problem}. dmuon relies on "
-        f"it to clip and to skip steps as DeepSpeed does. Use DeepSpeed {TESTED[-1]}."
+        f"it to clip, skip steps and keep states as DeepSpeed does. Use DeepSpeed {TESTED[-1]}."
     )
-
-
-def install(engine, attached) -> None:
-    """The norm of dedicated gradients joins DeepSpeed's, so that clipping, skipping and the reported norm are
-    of all gradients."""
-    for kind, wrap_kind in _kinds().items():
-        if type(engine.optimizer) is kind:
-            wrap_kind(engine, attached)
-            return
-    raise RuntimeError(
-        f"DeepSpeed's optimizer is a {type(engine.optimizer).__name__}, which dmuon does not know. Known: "
-        f"{', '.join(kind.__name__ for kind in _kinds())}. Drop what asks for it from the config."
-    )
-
-
-def _kinds() -> dict:
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    from dmuon.zero.optimizer import OwnerOptimizer
-
-    return {
-        OwnerOptimizer: _stage_0,
-        FP16_UnfusedOptimizer: _stage_0_16bit,
-        BF16_Optimizer: _bf16_optimizer,
-        DeepSpeedZeroOptimizer: _stages_1_and_2,
-        DeepSpeedZeroOptimizer_Stage3: _stage_3,
-    }
-
-
-def _stage_0(engine, attached) -> None:
-    def make(original):
-        def clip_fp32_gradients():
-            attached.clip_all()
-
-        return clip_fp32_gradients
-
-    wrap(engine, "clip_fp32_gradients", "", make)
-
-
-def _stage_0_16bit(engine, attached) -> None:
-    optimizer = engine.optimizer
-
-    def make_check(original):
-        def check(param_groups=None):
-            managed = original(param_groups)  # on every rank, with its collectives
-            return managed or not math.isfinite(attached.norm())
-
-        return check
-
-    def make_clip(original):
-        def unscale_and_clip_grads(total_norm, apply_scale=True):
-            optimizer._global_grad_norm = attached.combined(total_norm)
-            return original(optimizer._global_grad_norm, apply_scale)
-
-        return unscale_and_clip_grads
-
-    wrap(optimizer.overflow_checker, "check", "param_groups", make_check)
-    wrap(optimizer, "unscale_and_clip_grads", "total_norm, apply_scale", make_clip)
-
-
-def _bf16_optimizer(engine, attached) -> None:
-    def make(original):
-        def get_grads_for_norm(for_clipping=False):
-            given = original(for_clipping)
-            if for_clipping:
-                return given
-            dense, expert = given
-            norm = torch.tensor([attached.norm()], dtype=torch.float32, device=engine.device)
-            return [*dense, norm], expert
-
-        return get_grads_for_norm
-
-    wrap(engine.optimizer, "get_grads_for_norm", "for_clipping", make)
-
-
-def _stages_1_and_2(engine, attached) -> None:
-    optimizer = engine.optimizer
-
-    def make_norm(original):
-        def scaled_global_norm(norm_type=2):
-            return attached.combined(original(norm_type))
-
-        return scaled_global_norm
-
-    def make_overflow(original):
-        def has_overflow(partition_gradients=True):
-            managed = original(partition_gradients)
-            return managed or not math.isfinite(attached.norm())
-
-        return has_overflow
-
-    wrap(optimizer, "scaled_global_norm", "norm_type", make_norm)
-    if not optimizer.compute_grad_norm:  # nobody asks for a norm
-        wrap(optimizer, "has_overflow", "partition_gradients", make_overflow)
-
-
-def _stage_3(engine, attached) -> None:
-    optimizer = engine.optimizer
-
-    def make(original):
-        def _get_norm_groups():
-            groups = original()
-            total = math.sqrt(sum(float(g) ** 2 for g in groups))
-            invalid = any(not float(g) >= 0 for g in groups)
-            attached.note_total(math.inf if invalid else total)
-            norm = attached.norm()
-            device = next((g.device for g in groups if torch.is_tensor(g)), None)
-            # DeepSpeed's mark of a norm that is not finite is -1.
-            norm = norm if math.isfinite(norm) else -1.0
-            return [*groups, torch.tensor(norm, dtype=torch.float32, device=device)]
-
-        return _get_norm_groups
-
-    wrap(optimizer, "_get_norm_groups", "", make)
