@@ -97,10 +97,11 @@ def _like(runtime: Runtime, param, mine: torch.Tensor) -> torch.Tensor:
 def _model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
     """What ``state_dict`` lists, with whole shapes: the parameters and buffers themselves."""
     model = runtime.model()
-    keys = list(model.state_dict())  # first: it puts away what FSDP2 keeps whole after a forward
+    # First: FSDP2 frees what a forward has left whole.
+    keys = [clean(key) for key in model.state_dict()]
     held = {clean(n): t for n, t in model.named_parameters(remove_duplicate=False)}
     held |= {clean(n): t for n, t in model.named_buffers(remove_duplicate=False)}
-    return {clean(key): held[clean(key)] for key in keys if clean(key) in held}
+    return {key: held[key] for key in keys if key in held}
 
 
 class Source:

@@ -12,7 +12,17 @@ from torch.distributed.fsdp import fully_shard as another_name
 from torch.distributed.tensor import DTensor
 
 from tests.support.models import Bare, Net, in_blocks, shard
-from tests.support.parity import check_parity, clean_name, cpu_mesh, setup, three_steps, total
+from tests.support.parity import (
+    Run,
+    assert_same,
+    check_parity,
+    clean_name,
+    cpu_mesh,
+    full_weights,
+    setup,
+    three_steps,
+    total,
+)
 from tests.support.ranks import run_fresh, run_ranks
 
 early_partial = functools.partial(fully_shard, reshard_after_forward=True)
@@ -437,6 +447,22 @@ def check_two_models(rank, world_size):
                 other.train(step)
 
     check_parity(rank, world_size, script)
+
+
+def test_a_slice_of_a_named_mesh_is_as_good_as_the_mesh():
+    run_ranks(check_slice, 2)
+
+
+def check_slice(rank, world_size):
+    whole = setup(world_size)
+    torch.manual_seed(7)
+    model, mesh = Net(), cpu_mesh(world_size)["dp"]
+    dmuon.dedicate_params(model, mesh, in_blocks)
+    shard(model, mesh)
+    sliced = Run(model, dmuon.Muon(model), [rank], world_size, managed=True)
+    for run in (whole, sliced):
+        three_steps(run)
+    assert_same(full_weights(sliced.model), full_weights(whole.model))
 
 
 def test_in_blocks_selects_what_the_tests_think():

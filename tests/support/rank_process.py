@@ -16,18 +16,16 @@ import torch.distributed as dist
 KEPT = ("dmuon", "mesh_")
 
 
-def serve(rank, world_size, folder, pipe):
+def serve(rank, world_size, folder, pipe, port=None):
+    """With a `port` the default group is left to the tasks: the environment is torchrun's."""
     _redirect_output(f"{folder}/{rank}.log")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    if port is None:
+        _make_group(rank, world_size, folder)
+    else:
+        os.environ |= as_torchrun(rank, world_size, port)
     gc.collect()
     gc.freeze()
     pipe.send((True, None))
@@ -37,6 +35,26 @@ def serve(rank, world_size, folder, pipe):
         except EOFError:
             os._exit(0)  # the parent is gone
         pipe.send(_answer(rank, world_size, *task))
+
+
+def _make_group(rank, world_size, folder):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+
+
+def as_torchrun(rank, world_size, port):
+    """The environment of a script."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _redirect_output(path):
@@ -66,6 +84,8 @@ def _clean():
     goes on with the groups of the first one.
     """
     gc.collect()
+    if not dist.is_initialized():
+        return
     dist.barrier()
     world = dist.distributed_c10d._world
     for group in [g for g in world.pg_map if g is not dist.group.WORLD]:

@@ -63,6 +63,15 @@ def run_ranks(fn, world_size, *args, limit_s=30.0):
         raise
 
 
+def run_as_torchrun(fn, world_size, *args, limit_s=60.0):
+    """The same on ranks of their own, whose default group `fn` makes: scripts, which end with them."""
+    pool = Pool(world_size, _free_port())
+    try:
+        return pool.call((fn.__module__, fn.__qualname__, args), limit_s)
+    finally:
+        pool.kill()
+
+
 def run_fresh(script, world_size, limit_s=90.0):
     """Runs the text `script` in brand-new interpreters, `env://` set; returns what each printed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +129,7 @@ def _free_port():
 class Pool:
     """The processes of one world size, and a pipe to each."""
 
-    def __init__(self, world_size):
+    def __init__(self, world_size, port=None):
         os.environ.update(ENVIRONMENT)  # the server inherits it; OpenMP reads it once
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -129,7 +138,7 @@ class Pool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, self.folder, theirs), daemon=True
+                target=_serve, args=(rank, world_size, self.folder, theirs, port), daemon=True
             )
             process.start()
             theirs.close()
@@ -200,7 +209,7 @@ def _close_all():
         _pools.popitem()[1].kill()
 
 
-def _serve(rank, world_size, folder, pipe):
+def _serve(*arguments):
     from tests.support import rank_process
 
-    rank_process.serve(rank, world_size, folder, pipe)
+    rank_process.serve(*arguments)
