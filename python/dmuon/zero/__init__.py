@@ -1,10 +1,10 @@
 """DeepSpeed ZeRO-0, 1, 2 and 3. No ZeRO stage can be told to skip a parameter, so dedicated matrices are hidden
-among the buffers before DeepSpeed looks, and joined to its engine afterwards.
+among the buffers before DeepSpeed looks, and joined to its engine afterwards::
 
     # ds_config.json: "optimizer": {"type": "DMuon", "params": {"lr": 0.02}}, "dmuon": {"include": ["*_proj"]}
     engine, optimizer, loader, scheduler = dmuon.zero.initialize(model=model, config="ds_config.json")
 
-After ``import dmuon`` plain ``deepspeed.initialize`` does the same with such a config. Step by step:
+After ``import dmuon`` plain ``deepspeed.initialize`` does the same with such a config. Step by step::
 
     plan = dmuon.dedicate_params_zero(model, config, predicate)
     optimizer = dmuon.zero.OwnerOptimizer(model.parameters(), plan=plan, lr=0.02)
