@@ -24,7 +24,14 @@ def asked_by_torch_distributed() -> bool:
 
 
 class OwnedTensor(torch.Tensor):
-    """Stands for a tensor that lies on another rank. Reading it is an error that names the owner."""
+    """Stands for a tensor that lies on another rank: shape, dtype and device, and no values. Reading or saving
+    it is a RuntimeError that names the owner. dmuon makes it; local.
+
+    Args:
+        shape, dtype, device: of the tensor it stands for.
+        name: of the parameter, or of its state.
+        owner_rank: where the tensor lies, as ``dist.get_rank()`` counts.
+    """
 
     @staticmethod
     def __new__(cls, shape, dtype, device, name: str, owner_rank: int):

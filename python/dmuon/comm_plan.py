@@ -13,7 +13,7 @@ def summarize_comm_plan(model: nn.Module) -> dict:
     Bytes are those on the wire, in the job: a broadcast or a reduction of P bytes over N ranks takes
     (N-1) P. ``materialise_bytes`` and ``reduce_bytes`` move within the replicas,
     ``replicate_reduce_bytes`` and ``publish_bytes`` between them, ``tp_gather_bytes`` and
-    ``tp_scatter_bytes`` between the tensor-parallel ranks of an owner.
+    ``tp_scatter_bytes`` between the tensor-parallel ranks of an owner. JSON-friendly. Local.
     """
     runtime = runtime_of(model)
     runtime.settle()

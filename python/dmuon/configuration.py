@@ -44,7 +44,8 @@ def load_config(path: str | os.PathLike | None = None) -> dict[str, dict]:
         path: None: that of ``DMUON_CONFIG``, or no file.
 
     Raises:
-        ValueError: naming file, line and key: an unknown one (with the nearest known one), a wrong type, no TOML.
+        ValueError: naming file, line and key: an unknown one (with the nearest known one), a wrong type, no TOML;
+            a file that cannot be read.
     """
     path = os.environ.get("DMUON_CONFIG") if path is None else path
     given = _of_environment()
@@ -68,7 +69,7 @@ def _of_environment() -> dict[str, dict]:
 
 @dataclass(frozen=True)
 class Configured:
-    """A model that has been set up, and what its configuration says of the rest."""
+    """A model that has been set up, and what its configuration says of the rest. ``from_config`` makes it."""
 
     model: nn.Module
     mesh: DeviceMesh
@@ -86,17 +87,19 @@ class Configured:
 
     def optimizer(self, **code) -> Muon:
         """``dmuon.Muon`` with the settings of [muon], [adamw] and [newton_schulz]; keywords of ``dmuon.Muon``
-        given here beat them. After ``fully_shard`` or ``replicate``. Collective."""
+        given here (``code``) beat them. After ``fully_shard`` or ``replicate``. Collective."""
         return Muon(self.model, **{**_muon_keywords(self.config), **code})
 
     def save_checkpoint(self, step: int, optimizer: Muon, **code) -> str:
-        """Into the directory of [checkpoint]."""
+        """``dmuon.save_checkpoint`` of ``step`` into the directory of [checkpoint]; its keywords given here
+        (``code``) beat the section's. Collective."""
         settings = dict(self.config.get("checkpoint", {}))
         directory = self._directory(settings)
         return save_checkpoint(directory, step, self.model, optimizer, **{**settings, **code})
 
     def load_checkpoint(self, optimizer: Muon, **code):
-        """From the directory of [checkpoint]."""
+        """``dmuon.load_checkpoint`` from the directory of [checkpoint]; ``code`` are its keywords.
+        Collective."""
         directory = self._directory(dict(self.config.get("checkpoint", {})))
         return load_checkpoint(directory, self.model, optimizer, **code)
 
@@ -119,7 +122,7 @@ def from_config(
     **code,
 ) -> Configured:
     """Set a model up as a ``dmuon.toml`` says: ``dedicate_params``, or for ``kind = "ddp"`` and ``"ddp_tp"`` its
-    siblings, with the keywords of [runtime] and [policy].
+    siblings, with the keywords of [runtime] and [policy]::
 
         setup = dmuon.from_config("dmuon.toml", model, mesh)
         fully_shard(model, mesh=mesh)
@@ -129,7 +132,9 @@ def from_config(
 
     Args:
         path: None: that of ``DMUON_CONFIG``, or the environment alone.
+        mesh: 1-D, the data-parallel slice.
         predicate: instead of ``runtime.include`` and ``exclude``.
+        replicate_mesh: 1-D, as ``dedicate_params``'s; for ``kind = "fsdp2"``.
         code: keywords of ``dedicate_params``, which beat the file.
 
     Raises:

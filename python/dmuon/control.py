@@ -17,7 +17,8 @@ def no_sync(model: nn.Module):
     """Accumulate gradients without reducing them, of dedicated and symmetric parameters.
 
     The first backward outside reduces the sum: k micro-batches equal one large batch. Nests; an
-    exception inside leaves everything as it was outside. Local, but every rank must do the same.
+    exception inside leaves everything as it was outside. A context manager. Local, but every rank must do
+    the same.
 
     Raises:
         ValueError: the model has no dedicated parameters; DeepSpeed runs it at stage 2 or 3, where every
@@ -66,14 +67,19 @@ def wait_all_reduces(model: nn.Module) -> None:
     """Let every reduction in flight end; afterwards owners hold reduced gradients.
 
     ``backward`` ends that way and ``Muon.step`` begins that way, so that no call is needed.
-    Idempotent, legal at any point of a step. Waits for other ranks.
+    Idempotent, legal at any point of a step. Local: it waits for what ``backward`` has begun on all ranks,
+    and begins nothing.
     """
     runtime_of(model).engine.wait_reductions()
 
 
 def prepare_muon_grads(model: nn.Module) -> None:
     """Make the owners' gradients ready to be read or changed before ``Muon.step``: the same as
-    ``wait_all_reduces``. Idempotent, legal at any point of a step."""
+    ``wait_all_reduces``.
+
+    On its owner ``p.grad`` is then the mean over the data-parallel ranks, float32, of the shape of ``p``;
+    elsewhere it is None. Idempotent, legal at any point of a step. Local.
+    """
     wait_all_reduces(model)
 
 
@@ -89,12 +95,17 @@ def broadcast_all_updates(model: nn.Module) -> None:
 
 def broadcast_all_updates_async(model: nn.Module) -> None:
     """Start what ``broadcast_all_updates`` waits for; it runs beside the next forward, which waits for
-    what it needs. Collective over the job."""
+    what it needs. Idempotent, legal at any point of a step. Collective over the job."""
     runtime_of(model).engine.publish_all()
 
 
 def wait_all_replicate_broadcasts(model: nn.Module) -> None:
-    """Let every pending publish end. Idempotent, legal at any point of a step. Waits for other ranks."""
+    """Let every pending publish end: afterwards this rank's copies are what the owners have sent.
+
+    Call it before you read ``p`` under DDP between ``step`` and the next forward, and before
+    ``destroy_process_group`` where a backend aborts there. Idempotent, legal at any point of a step. Local: it
+    waits for what ``step`` has begun on all ranks, and begins nothing.
+    """
     runtime_of(model).engine.wait_publishes()
 
 
@@ -104,11 +115,13 @@ def clip_grad_norm_(
     """Clip the global norm of all gradients of ``optimizer``, dedicated and symmetric.
 
     Each element counts once in the whole job. Gradients are scaled in place, before momentum, by
-    ``max_norm / (norm + 1e-6)`` where that is below 1, as torch does. Collective.
+    ``max_norm / (norm + 1e-6)`` where that is below 1, as torch does. Collective over the job.
 
     Args:
         optimizer: a ``dmuon.Muon``.
+        max_norm: of all gradients together, at least 0; ``inf`` to measure alone.
         norm_type: p >= 0; ``inf`` for the largest magnitude.
+        error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite.
 
     Returns:
         The norm before clipping: 0-dim float32, the same on all ranks.

@@ -71,6 +71,23 @@ def dedicate_params_ddp_tp(
     Gradients are averaged over ``mesh``, gathered on one rank of the owner's TP group, which runs
     Newton-Schulz; the update goes back to the shards, and these to the other replicas. The TP axis is
     found from the parameters' DTensors, whatever its name.
+
+    Collective over the job, all axes. Call it after ``parallelize_module``, before ``replicate_tp``.
+
+    Args:
+        model: on the mesh's device.
+        mesh: 1-D, the data-parallel slice of a mesh with ``mesh_dim_names``.
+        predicate: ``(name, parameter) -> bool``; the same answer on every rank. Parameters that are whole
+            on every TP rank may be chosen as well.
+        keywords: those of ``dedicate_params`` but ``replicate_mesh`` and ``reshard_after_forward``.
+
+    Returns:
+        A read-only mapping from parameter name to owner rank (the TP owner's), as ``dist.get_rank()``
+        counts.
+
+    Raises:
+        ValueError: with the same text on every rank, before anything has changed: two TP dims, a mesh
+            without dim names, and what ``dedicate_params_ddp`` refuses.
     """
     return _dedicate(model, mesh, predicate, keywords, _TensorParallel)
 
@@ -269,6 +286,7 @@ def replicate(
     Collective over ``mesh``. Call it after ``dedicate_params_ddp``.
 
     Args:
+        mesh: 1-D, the one given to ``dedicate_params_ddp``.
         bucket_bytes: of gradients that travel together; 25 MiB is DistributedDataParallel's.
         broadcast_buffers: as DistributedDataParallel's.
 
@@ -296,7 +314,20 @@ def replicate_tp(
     broadcast_buffers: bool = True,
 ) -> nn.Module:
     """As ``replicate``, where some parameters are tensor-parallel: of each, the shard of this TP rank is
-    kept equal over the data-parallel ``mesh``. The TP axis may have any name."""
+    kept equal over the data-parallel ``mesh``. The TP axis may have any name.
+
+    Collective over ``mesh``. Call it after ``dedicate_params_ddp_tp``.
+
+    Args:
+        mesh: 1-D, the data-parallel slice given to ``dedicate_params_ddp_tp``.
+        bucket_bytes, broadcast_buffers: as ``replicate``'s.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: what ``replicate`` refuses, but for DTensors.
+    """
     return _replicate(model, mesh, _symmetric(model, mesh), bucket_bytes, broadcast_buffers)
 
 

@@ -20,7 +20,7 @@ _NOT_SAVED = ("params", "group_name", "route", "tp_distributed_gram")
 def state_dict(
     model: nn.Module, optimizer: Muon | None = None, *, dedicated_only: bool = False
 ) -> "State":
-    """Model and optimizer for ``torch.distributed.checkpoint``: every rank has all keys and writes what it owns.
+    """Model and optimizer for ``torch.distributed.checkpoint``: every rank has all keys and writes what it owns::
 
         state = dmuon.state_dict(model, optimizer)
         dcp.save({"app": state}, checkpoint_id=path)  # async_save as well
@@ -46,7 +46,7 @@ def state_dict(
 
 
 class State(dict):
-    """See ``state_dict``."""
+    """See ``dmuon.state_dict``. Collective."""
 
     def __init__(self, model: nn.Module, optimizer: Muon | None, *, dedicated_only: bool = False):
         runtime = runtime_of_whole(model)
@@ -62,7 +62,7 @@ class State(dict):
         super().__init__(self.state_dict())
 
     def state_dict(self) -> dict:
-        """What there is now; tensors are the training's own memory. Pending publishes end first."""
+        """What there is now; tensors are the training's own memory. Pending publishes end first. Local."""
         runtime, optimizer = runtime_of_whole(self._model), self._optimizer
         runtime.engine.wait_reductions()
         runtime.engine.wait_publishes()
@@ -76,7 +76,11 @@ class State(dict):
         return state
 
     def load_state_dict(self, state_dict: Mapping) -> None:
-        """Takes over what ``dcp.load`` has put there. Collective."""
+        """Takes over what ``dcp.load`` has put there. Collective.
+
+        Args:
+            state_dict: this object, or a dictionary of the same form.
+        """
         runtime, optimizer = runtime_of_whole(self._model), self._optimizer
         _load_masters(runtime, state_dict["model"])
         if not self._dedicated_only:

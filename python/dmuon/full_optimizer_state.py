@@ -101,6 +101,9 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
     others starts with moments of zero at their step, as one that nobody used. State of a parameter that DeepSpeed
     does not train, a frozen one, is left out. Its loss scale, its counters and its scheduler are not in the dictionary.
 
+    Args:
+        state_dict: whole, by name; the whole dictionary on every rank, or on the job's first one alone.
+
     Raises:
         ValueError: on all ranks, naming what is missing, unexpected or of another shape; under DeepSpeed, step counts
             that differ where it has one, and an lr of 0 for Muon beside one for AdamW.

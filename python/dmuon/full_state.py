@@ -26,6 +26,9 @@ def get_model_state_dict(
     Args:
         cpu_offload: the tensors are on the CPU.
         rank0_only: ranks other than the job's first get an empty dictionary.
+
+    Returns:
+        Copies, in the dtypes of the parameters, in the order of ``model.state_dict()``.
     """
     runtime = runtime_of(model)
     runtime.engine.wait_publishes()
@@ -64,6 +67,9 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
     the job: every rank gives the whole dictionary, or the job's first one alone and the others an empty one,
     as ``get_model_state_dict`` gives it; then tensors are sent one at a time. Under DeepSpeed a weight goes to the
     float32 copy of its optimizer as well as to the one that computes.
+
+    Args:
+        state_dict: whole tensors by the names of ``model.state_dict()``, any dtype, any device.
 
     Raises:
         ValueError: on all ranks, naming what is missing, unexpected or of another shape; a rank gave no

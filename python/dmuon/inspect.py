@@ -9,19 +9,30 @@ from dmuon.runtime import DedicatedParam, runtime_of
 
 
 def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
-    """Every dedicated parameter, sorted by name: the same order on every rank."""
+    """Every dedicated parameter, sorted by name: the same order on every rank. Local.
+
+    Raises:
+        ValueError: the model has no dedicated parameters.
+    """
     return list(runtime_of(model).params)
 
 
 def get_owned_params(model: nn.Module, rank: int) -> list[DedicatedParam]:
-    """Those whose master lies on ``rank``, as ``dist.get_rank()`` counts on any mesh. With tensor
-    parallelism each rank of the owner's TP group lists its shard; one of them has ``is_tp_owner``."""
+    """The dedicated parameters whose master lies on ``rank``, sorted by name. With tensor parallelism each
+    rank of the owner's TP group lists its shard; one of them has ``is_tp_owner``. Local.
+
+    Args:
+        rank: as ``dist.get_rank()`` counts, on any mesh.
+
+    Raises:
+        ValueError: the model has no dedicated parameters.
+    """
     return [param for param in runtime_of(model).params if rank in param.cell_ranks]
 
 
 def summarize_param_groups(model: nn.Module, optimizer) -> list[dict]:
     """One entry per group: name, route, how many tensors and elements, its settings. Under ZeRO those of the
-    ``OwnerOptimizer``, whichever optimizer of the engine's is given."""
+    ``OwnerOptimizer``, whichever optimizer of the engine's is given. JSON-friendly. Local."""
     runtime = runtime_of(model)
     if isinstance(runtime.adapter, _C.ZeroAdapter):
         return runtime.front.summarize_groups()
@@ -43,13 +54,18 @@ def _plain(value):
 
 
 def report(model: nn.Module) -> Mapping:
-    """What this rank has done since setup, and the plan it follows. JSON-friendly.
+    """What this rank has done since setup, and the plan it follows. JSON-friendly. Local.
 
     ``ns_calls``: Newton-Schulz runs of this rank since setup; ``ns_calls_last_step``: of the last step,
     which summed over the job is the number of matrices. ``ns_workspace_bytes``: what Newton-Schulz keeps
     between steps on this rank, its input among it. ``sent_bytes_last_step``: what this rank has put
-    on the wire for dedicated matrices since the step before. ``ranks_planned`` and ``parameters``: one
-    record for each.
+    on the wire for dedicated matrices since the step before, by ``sent_bytes_by_channel`` since setup.
+    ``load_max_over_mean``: FLOPs of Newton-Schulz on the busiest rank over the mean. ``reduce_wait_us``:
+    what the training thread has waited for reductions, in microseconds. ``ranks_planned`` and
+    ``parameters``: one record for each; a parameter's ``kernel`` is the Newton-Schulz that runs for it.
+
+    Raises:
+        ValueError: the model has no dedicated parameters.
     """
     runtime = runtime_of(model)
     plan, optimizer = runtime.plan, runtime.optimizer()

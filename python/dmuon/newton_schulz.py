@@ -14,13 +14,13 @@ def _rows(named: "_C.CoefficientSet") -> tuple[tuple[float, float, float], ...]:
     return tuple(tuple(row) for row in named.rows)
 
 
-# Rows (a, b, c) of X <- a X + (b A + c A A) X, A = X X^T, one for each step.
-# Polar Express, safety factor 1.05 applied; past the end the last row repeats.
-# Source: arXiv:2505.16932 and Dao-AILab/gram-newton-schulz.
+#: Rows (a, b, c) of X <- a X + (b A + c A A) X, A = X X^T, one for each step: Polar Express, with a safety
+#: factor of 1.05 applied; past the end the last row repeats.
+#: Source: arXiv:2505.16932 and Dao-AILab/gram-newton-schulz.
 POLAR_EXPRESS_COEFFICIENTS = _rows(_C.polar_express_coefficients())
-# You Jiacheng's five rows, cycled. Source: KellerJordan/modded-nanogpt.
+#: You Jiacheng's five rows, cycled. Source: KellerJordan/modded-nanogpt.
 YOU_COEFFICIENTS = _rows(_C.you_coefficients())
-# One row for all steps. Source: Jordan, "Muon", https://kellerjordan.github.io/posts/muon/
+#: One row for all steps. Source: Jordan, "Muon", https://kellerjordan.github.io/posts/muon/
 JORDAN_COEFFICIENTS = _rows(_C.jordan_coefficients())
 
 _NAMED = {
@@ -32,7 +32,7 @@ _NAMED = {
 
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """How matrices are orthogonalised; may be given as ``Muon(ns_backend=)``.
+    """How matrices are orthogonalised; may be given as ``Muon(ns_backend=)``. Local, plain data.
 
     Args:
         backend: ``"gram"`` iterates on the small Gram matrix, ``"direct"`` on the matrix itself.
@@ -119,7 +119,7 @@ def newton_schulz(
     coefficients: Coefficients | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Orthogonalise each matrix by the direct iteration.
+    """Orthogonalise each matrix by the direct iteration. Local.
 
     Args:
         G: ``[m, n]`` or ``[b, m, n]``, floating point, any strides. Not modified.
@@ -146,10 +146,23 @@ def gram_newton_schulz(
     restart_iterations: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Orthogonalise each matrix by the Gram form of the same iteration; see ``newton_schulz``.
+    """Orthogonalise each matrix by the Gram form of the same iteration; see ``newton_schulz``. Local.
 
-    ``restart_iterations``: steps before which the Gram matrix is rebuilt; ``None`` leaves them to
-    the kernel, see ``NewtonSchulz``.
+    Args:
+        G: ``[m, n]`` or ``[b, m, n]``, floating point, any strides. Not modified.
+        steps: iterations. With s = min(m, n) and l = max(m, n) all k of them cost
+            ``3 s^2 l + (4 k - 3) s^3`` FLOPs, of a symmetric product one triangle, and each restart
+            ``3 s^2 l - 3 s^3`` more.
+        coefficients: rows (a, b, c); default ``POLAR_EXPRESS_COEFFICIENTS``.
+        restart_iterations: steps before which the Gram matrix is rebuilt; ``None`` leaves them to the
+            kernel, see ``NewtonSchulz``.
+        dtype: of the products; ``None`` is float32 on the CPU.
+
+    Returns:
+        float32, the shape of ``G``; ``newton_schulz`` of it but for rounding.
+
+    Raises:
+        ValueError: what ``newton_schulz`` refuses; a restart that is not in [1, steps).
     """
     return _run("gram", G, steps, coefficients, restart_iterations, dtype)
 
@@ -165,12 +178,20 @@ def _run(backend, G, steps, coefficients, restarts, dtype) -> torch.Tensor:
 def get_ns_backend(
     rows: int = 256, cols: int = 1024, *, batch: int = 1, ns_backend: str | NewtonSchulz = "gram"
 ) -> str:
-    """The kernel that runs for this shape on this machine, e.g. ``"gram/avx512/float32"``."""
+    """The kernel that runs for this shape on this machine, e.g. ``"gram/avx512/float32"``: the form, the
+    instructions, the dtype of the products. On the CPU; ``dmuon.report(model)`` says what runs elsewhere.
+    Local.
+
+    Args:
+        rows, cols, batch: of the matrices.
+        ns_backend: as ``dmuon.Muon``'s.
+    """
     return _C.newton_schulz_kernel(batch, rows, cols, as_newton_schulz(ns_backend).options(5))
 
 
 def get_backend_status() -> dict[str, str]:
-    """What this build and machine have: ``{"gram": ..., "direct": ..., "torch": ...}``."""
+    """What this build and machine have: ``{"gram": ..., "direct": ..., "torch": ...}``, the kernels of a
+    256 x 1024 matrix and the version of torch that dmuon was built for. Local."""
     return {
         "gram": get_ns_backend(256, 1024),
         "direct": get_ns_backend(256, 1024, ns_backend="direct"),

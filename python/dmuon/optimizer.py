@@ -36,10 +36,10 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         model: given to ``dedicate_params`` before.
-        lr: of Muon; multiplied per matrix by ``adjust_lr``.
+        lr: of Muon; multiplied per matrix by ``adjust_lr``: ``W -= lr * factor * NS(update)``.
         momentum: in [0, 1); ``buf = momentum * buf + grad``, float32, on the owner alone.
         weight_decay: of Muon, decoupled: ``W *= 1 - lr * weight_decay``.
-        ns_steps: Newton-Schulz iterations.
+        ns_steps: Newton-Schulz iterations, at least 1.
         adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps: as in ``torch.optim.AdamW``.
         param_groups: ``[{"params": [...], "lr": ..., "group_name": ...}]``; each becomes ``<name>/muon``
             and ``<name>/adamw``. Keys: ``lr`` (of both) or ``muon_lr`` and ``adamw_lr``, ``momentum``,
@@ -49,12 +49,12 @@ class Muon(torch.optim.Optimizer):
         replicate_async: publish updates beside the next forward; False: ``step`` returns when they are
             published. Bits do not depend on it. Default: True, with tensor parallelism False.
         tp_distributed_gram: tensor parallelism: instead of gradients and updates, the TP ranks exchange
-            Gram matrices and factors of the dim that is not cut, in the Gram form. The policy says for
-            which matrices: ``"beneficial"``, those for which fewer bytes move; ``"always"``, all that are
-            cut along a row or column; ``"never"``.
+            Gram matrices and factors of the dim that is not cut, in the Gram form.
+        tp_distributed_gram_policy: for which matrices: ``"beneficial"``, those for which fewer bytes move;
+            ``"always"``, all that are cut along a row or column; ``"never"``.
         adjust_lr: ``"match_rms_adamw"`` 0.2 sqrt(max(m, n)), ``"original"`` sqrt(max(1, m/n)) or
-            ``"spectral_unclamped"`` sqrt(m/n), as in ``torch.optim.Muon``, whose ``adjust_lr_fn`` is
-            accepted as a name of it.
+            ``"spectral_unclamped"`` sqrt(m/n) of an ``[m, n]`` matrix, as in ``torch.optim.Muon``.
+        adjust_lr_fn: the name that ``torch.optim.Muon`` has for ``adjust_lr``.
         nonfinite: what a NaN or infinity in any gradient does, agreed by all ranks before anything
             changes: ``"raise"``, ``"skip"`` the step, or ``"propagate"``.
 
@@ -232,6 +232,14 @@ class Muon(torch.optim.Optimizer):
         self._place_state()
 
     def add_param_group(self, param_group: dict) -> None:
+        """Refused once the optimizer is made, which trains every parameter from the start. Local.
+
+        Args:
+            param_group: as ``param_groups=`` takes them.
+
+        Raises:
+            ValueError: always, for a caller.
+        """
         super().add_param_group(param_group)
         if hasattr(self, "_muon"):
             raise ValueError(
@@ -247,6 +255,7 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss.
+            grad_scaler: what ``torch.amp.GradScaler`` passes; refused.
 
         Returns:
             The closure's loss, or None.
@@ -254,6 +263,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is not finite (``nonfinite="raise"``), or ranks ran different
                 passes. On all ranks, with the same text; nothing has changed.
+            ValueError: settings of ``param_groups`` out of range, or not the same on every rank; parameters
+                that were replaced since. On all ranks, likewise.
         """
         if grad_scaler is not None:
             refuse_grad_scaler(self)
@@ -302,7 +313,10 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As torch's. Each owner takes the state of its matrices, zeros where there is none; an
-        ``OwnedTensor`` is fine where this rank does not own it.
+        ``OwnedTensor`` is fine where this rank does not own it. Local; every rank loads its own.
+
+        Args:
+            state_dict: what ``state_dict`` gave on this rank, or a whole one.
 
         Raises:
             ValueError: state of a dedicated parameter lacks an entry, or has another shape.

@@ -39,7 +39,7 @@ def users_gradient_sync(module: FSDPModule) -> bool:
 
 
 def install_patch() -> None:
-    """Make FSDP2 skip dedicated parameters, however the caller bound ``fully_shard``. Idempotent.
+    """Make FSDP2 skip dedicated parameters, however the caller bound ``fully_shard``. Idempotent. Local.
 
     Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
     ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
@@ -81,7 +81,7 @@ def install_patch() -> None:
 
 def uninstall_patch() -> None:
     """Undo ``install_patch``. Idempotent. Models that are set up keep working; their later
-    ``fully_shard`` calls need ``ignored_params=``."""
+    ``fully_shard`` calls need ``ignored_params=``. Local."""
     if not _originals:
         return
     for name in ("fully_shard", "register_fsdp_forward_method"):

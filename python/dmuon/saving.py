@@ -27,7 +27,8 @@ _LEFT = re.compile(r"\.step_\d{10}\.(part|old)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What ``load_checkpoint`` has loaded."""
+    """What ``load_checkpoint`` has loaded: its ``step``, its ``path``, and ``extra`` as it was saved. The
+    same on every rank; local, plain data."""
 
     step: int
     path: str
@@ -50,7 +51,8 @@ def save_checkpoint(
 
     Args:
         directory: on a file system that all ranks share. Made where it is missing.
-        step: at least 0; the checkpoint's name.
+        step: at least 0, at most 9999999999; the checkpoint's name.
+        optimizer: None: weights and buffers alone.
         extra: what else to save, plain data: ``{"scheduler": scheduler.state_dict()}``. The job's first rank's
             counts.
         keep_last: afterwards remove all but this many of the newest checkpoints, and never this one.
@@ -192,7 +194,12 @@ def load_checkpoint(
     written. No pickle is executed. Collective over the job.
 
     Args:
+        directory: that of ``save_checkpoint``.
+        optimizer: None: weights and buffers alone.
         step: None: the newest.
+
+    Returns:
+        What was loaded, with ``extra``.
 
     Raises:
         ValueError: on all ranks: there is none; a file is damaged, with its name and the newest step that is

@@ -134,6 +134,9 @@ def attach(engine, plan: Plan) -> None:
 
     Collective: every rank calls it, once, before the first step. ``dmuon.zero.initialize`` does.
 
+    Args:
+        plan: of ``dedicate_params_zero``, for the model and the config of the engine.
+
     Raises:
         ValueError: the engine was not made with ``OwnerOptimizer(..., plan=plan)``; attached already; a
             dedicated parameter was replaced since.

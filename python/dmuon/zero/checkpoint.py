@@ -203,6 +203,7 @@ def load_dedicated(engine, load_dir: str, tag: str | None = None) -> None:
     ``engine.load_checkpoint(dir, load_optimizer_states=False)``, then this. Collective.
 
     Args:
+        load_dir: the directory given to ``engine.save_checkpoint``.
         tag: as ``load_checkpoint``'s; None: that of the file ``latest``.
 
     Raises:

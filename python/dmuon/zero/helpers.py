@@ -34,6 +34,12 @@ def full_fp32_param(engine, name: str) -> torch.Tensor:
     """The whole weight in float32 as its optimizer has it: the master of a dedicated one, DeepSpeed's of any
     other. Collective: every rank calls it, and gets it.
 
+    Args:
+        name: as ``dmuon.zero.named_parameters`` gives it.
+
+    Returns:
+        float32, the whole shape, a copy.
+
     Raises:
         ValueError: no parameter has that name.
     """

@@ -25,7 +25,7 @@ class OwnerOptimizer(torch.optim.Optimizer):
     or torch's, which write ``lr`` alone, scales both from their own base rates. A group's ``weight_decay``
     is both's, unless it has an ``adamw_weight_decay``. A dedicated parameter named in a group belongs to it; one that is in none, to the first.
 
-    Until ``dmuon.zero.attach`` it does nothing but hold groups.
+    Until ``dmuon.zero.attach`` it does nothing but hold groups. Local to make; every rank makes the same.
 
     Args:
         params: of the model, or groups of them; a group's keys are ``params`` and those of ``dmuon.Muon``
@@ -101,7 +101,14 @@ class OwnerOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """DeepSpeed's to call, once per group or part of one; the first call of a step updates the
-        dedicated matrices."""
+        dedicated matrices. Collective.
+
+        Args:
+            closure: as torch's.
+
+        Raises:
+            RuntimeError: before ``dmuon.zero.attach``.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

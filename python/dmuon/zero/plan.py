@@ -23,7 +23,10 @@ from dmuon.zero.section import Section, shape_of
 
 
 class Plan(Mapping):
-    """Name of a dedicated parameter -> its owner rank, and what ``attach`` needs. It keeps no weights."""
+    """Name of a dedicated parameter -> its owner rank, and what ``attach`` needs. It keeps no weights.
+
+    ``dedicate_params_zero`` makes it, from ``runtime``, ``config`` and what is ``named`` in the model. Local to read.
+    """
 
     def __init__(self, runtime: Runtime, config: DsConfig, named: list[tuple[str, nn.Parameter]]):
         self._runtime = runtime
