@@ -19,6 +19,7 @@ autodoc_default_options = {"member-order": "bysource"}
 autodoc_typehints = "none"  # the docstrings say shapes and dtypes; signatures stay readable
 maximum_signature_line_length = 90
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = "dmuon"

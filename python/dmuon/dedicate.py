@@ -59,8 +59,11 @@ def dedicate_params(
         hook_boundary_strict: a parameter without an accepted ancestor is an error.
         hook_boundary_resolver: ``(name, parameter) -> module or path``, instead of both.
         param_policy: ``{"defaults": {...}, "overrides": [{"name": substring or list, "set": {...}}]}``
-            with ``route``, ``view``, ``param_dtype``, ``grad_dtype``, ``output_dtype``,
-            ``cast_forward_inputs``; later overrides win.
+            with ``route`` (``"muon"``; ``"adamw"``, on the owner; ``"sharded_adamw"``, left to the
+            runtime), ``view`` (of more than two dims: ``"flatten"``, rows are dim 0, or ``"batch"`` of
+            matrices), ``param_dtype`` to compute in, ``grad_dtype`` in which gradients travel,
+            ``output_dtype``, ``cast_forward_inputs``; later overrides win. ``master_dtype`` and
+            ``optim_dtype`` are accepted where they say what is: float32.
         compute_dtype: the default ``param_dtype``; otherwise that of the enclosing unit's
             ``MixedPrecisionPolicy``, otherwise the parameter's own.
         tp_buffer_reuse: tensor parallelism: units take turns with one buffer, of the size of the largest,

@@ -52,7 +52,25 @@ class Slot:
 
 @dataclass(eq=False)
 class DedicatedParam:
-    """One dedicated parameter, as ``get_owned_params`` and ``get_dedicated_params`` give it."""
+    """One dedicated parameter, as ``get_owned_params`` and ``get_dedicated_params`` give it. Local to read.
+
+    Attributes:
+        param_name: its name in the model, also ``fqn``; ``names``: all of them, where it is tied.
+        unit: path of the module whose call makes it whole.
+        route: ``"muon"`` or ``"adamw"``.
+        full_shape: whole, also over the tensor-parallel ranks; ``numel``: of its elements.
+        _orig_size: the shape on this tensor-parallel rank.
+        shard_dim: the dim that is cut over the tensor-parallel ranks, or None.
+        tp_group: of the tensor-parallel ranks; None without them, and for one.
+        owner_rank: who runs its Newton-Schulz, as ``dist.get_rank()`` counts; with tensor parallelism the TP
+            owner. ``is_tp_owner``: whether that is this rank.
+        cell_ranks: the ranks that hold its master: one, or one per TP rank. ``is_owner``: whether this rank
+            is one of them.
+        resident: whether the whole weight is on every rank, all the time.
+        _owned_data: the master, float32 (float64 for a float64 parameter), on ranks with ``is_owner``, of
+            shape ``_orig_size``; elsewhere None. The memory that the optimizer updates: after writing into
+            it call ``broadcast_all_updates``, on all ranks.
+    """
 
     runtime: "Runtime" = field(repr=False)
     index: int  # in the plan

@@ -74,6 +74,7 @@ def documented():
             if kind in ("currentmodule", "automodule"):
                 current = name
                 continue
+            name = name.removesuffix("()")
             found.add(name if name.startswith("dmuon.") else f"{current}.{name}")
     return found
 
