@@ -15,7 +15,7 @@ from pathlib import Path
 
 SUBJECTS = (
     *("host_time", "step_time", "wire_bytes", "memory", "parity", "plan_time"),
-    *("mesh", "mesh_tp", "mesh_time", "ddp", "zero", "zero_peer", "checkpoints"),
+    *("mesh", "mesh_tp", "mesh_time", "ddp", "fsdp2_peers", "zero", "zero_peer", "checkpoints"),
 )
 
 
