@@ -93,7 +93,7 @@ def test_the_pages_name_nothing_that_is_not_there():
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-@pytest.mark.parametrize(("name", "thing"), described(), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("name", "thing"), list(described()), ids=lambda value: str(value)[:60])
 def test_its_docstring_says_who_calls_it_and_what_it_takes(name, thing):
     text = inspect.getdoc(thing) or ""
     assert re.search(r"\b([Cc]ollective|[Ll]ocal)\b", text), "collective, or local?"
