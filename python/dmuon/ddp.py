@@ -17,6 +17,7 @@ from dmuon.axes import check_mesh, ranks_of
 from dmuon.errors import listed, nearest
 from dmuon.groups import own_group
 from dmuon.hooks import OfTheOriginal
+from dmuon.integrations import seams
 from dmuon.names import clean
 from dmuon.runtime import Runtime, runtime_of, runtime_of_whole, runtimes
 from dmuon.set_up import Predicate, Settings, set_up
@@ -94,6 +95,7 @@ def dedicate_params_ddp_tp(
 
 def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     check_mesh(mesh)
+    seams.say_cpu(mesh)
     given = Settings(**_known(keywords))
     before = _fingerprints(model.named_parameters())
     runtime = set_up(model, None, mesh, predicate, given, front)

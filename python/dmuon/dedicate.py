@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon import fsdp2
 from dmuon.axes import check_mesh
+from dmuon.integrations import seams
 from dmuon.set_up import Predicate, Settings, set_up
 
 
@@ -91,6 +92,7 @@ def dedicate_params(
             different parameters, a parameter cannot be dedicated, the order of calls is wrong.
     """
     check_mesh(mesh)
+    seams.say_cpu(mesh)
     if replicate_mesh is not None:
         check_mesh(replicate_mesh, "replicate_mesh")
     settings = Settings(

@@ -1,5 +1,7 @@
 """Trainer set up the wrong way: one error on all ranks, before the first step, that says what to do."""
 
+import os
+
 import dmuon
 import torch
 from dmuon.integrations import hf, seams
@@ -71,6 +73,20 @@ def check_one_rank(rank, world_size, folder):
     if rank == 1:
         trainer.optimizer = torch.optim.SGD(model.parameters())
     assert_all_raise(trainer.train, "ValueError", "is a SGD")
+
+
+def test_processes_that_accelerate_does_not_know_of(tmp_path):
+    run_ranks(check_processes, 2, str(tmp_path), limit_s=90)
+
+
+def check_processes(rank, world_size, folder):
+    """On a machine without accelerators it counts one, where nobody says that CPUs are meant."""
+    trainer_ready()
+    model = hand_wrapped()
+    assert os.environ["ACCELERATE_USE_CPU"] == "true" or torch.accelerator.is_available()
+    os.environ["ACCELERATE_USE_CPU"] = "false"
+    trainer = with_optimizer(folder, model, dmuon.Muon(model), use_cpu=False)
+    assert_all_raise(trainer.train, "ValueError", "counts 1 processes", "use_cpu=True")
 
 
 def test_versions_that_dmuon_does_not_know():

@@ -14,9 +14,11 @@ from tests.support.hf import (
     LR,
     assert_as_one_process,
     assert_equal,
+    check_adapter,
     hand_wrapped,
     llama_config,
     logged,
+    lora_llama,
     make_trainer,
     need,
     projections,
@@ -208,3 +210,23 @@ def replicated(folder, **changes):
     dmuon.dedicate_params_ddp(model, mesh, projections)
     dmuon.replicate(model, mesh)
     return hand_made(folder, model, **changes)
+
+
+def test_lora_by_peft(tmp_path):
+    need("peft")
+    run_ranks(check_lora, 2, str(tmp_path), limit_s=90)
+
+
+def check_lora(rank, world_size, folder):
+    """The model below is frozen; what is saved is the adapter."""
+    model = hand_wrapped(lora_llama(), lambda name, p: ".lora_" in name)
+    trainer = hand_made(folder, model, save_strategy="steps")
+    trainer.train()
+    end, norms = full_weights(trainer.model), logged(trainer, "grad_norm")
+    assert_as_one_process(trainer.model, lora_llama, LINEAR, norms, read=full_weights)
+    for name, p in lora_llama().named_parameters():
+        assert p.requires_grad != torch.equal(end[name], p), name
+    dist.barrier()
+    check_adapter(f"{folder}/checkpoint-4", end)
+    call = lambda: trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")  # noqa: E731
+    assert_all_raise(call, "ValueError", "adapter", "load it into the model before dedicate_params")

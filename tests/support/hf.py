@@ -141,6 +141,29 @@ def seeded_llama():
     return LlamaForCausalLM(llama_config())
 
 
+def lora_llama():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "up_proj"],
+        modules_to_save=["lm_head"],
+        init_lora_weights=False,
+    )
+    model = seeded_llama()
+    return get_peft_model(model, config)
+
+
+def check_adapter(folder, want):
+    from safetensors.torch import load_file
+
+    plain = (".default", "modules_to_save.")
+    held = {name.replace(plain[0], "").replace(plain[1], ""): w for name, w in want.items()}
+    adapter = load_file(f"{folder}/adapter_model.safetensors")
+    assert sum("lora_" in name for name in adapter) == 12
+    assert_equal(adapter, {name: held[name] for name in adapter})
+
+
 def projections(name, p):
     return p.ndim == 2 and "_proj" in name
 
@@ -150,7 +173,7 @@ def hand_wrapped(model=None, predicate=projections):
     model = seeded_llama() if model is None else model
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     dmuon.dedicate_params(model, mesh, predicate)
-    for layer in model.model.layers:
+    for layer in (m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

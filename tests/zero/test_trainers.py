@@ -14,10 +14,12 @@ from tests.support.hf import (
     WARMUP_DECAY,
     assert_as_one_process,
     assert_equal,
+    check_adapter,
     hf_config,
     hf_ready,
     llama_config,
     logged,
+    lora_llama,
     make_trainer,
     need,
     saved,
@@ -247,26 +249,3 @@ def check_lora(rank, world_size, stage, folder):
     again = make_trainer(config, folder, lora_llama, **options)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert_equal(weights(again.deepspeed), end)
-
-
-def lora_llama():
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=4,
-        target_modules=["q_proj", "v_proj", "up_proj"],
-        modules_to_save=["lm_head"],
-        init_lora_weights=False,
-    )
-    model = seeded_llama()
-    return get_peft_model(model, config)
-
-
-def check_adapter(folder, want):
-    from safetensors.torch import load_file
-
-    plain = (".default", "modules_to_save.")
-    held = {name.replace(plain[0], "").replace(plain[1], ""): w for name, w in want.items()}
-    adapter = load_file(f"{folder}/adapter_model.safetensors")
-    assert sum("lora_" in name for name in adapter) == 12
-    assert_equal(adapter, {name: held[name] for name in adapter})

@@ -157,10 +157,20 @@ def _prepare_model(original, self, model, device_placement=None, evaluation_mode
         return original(self, model, device_placement, evaluation_mode)
     seams.check()
     seams.check_sharded(model, runtime)
+    _check_processes(self)
     by_ddp = runtime.resident and runtime.replicas is None
     if by_ddp:
         return original(self, model, device_placement, evaluation_mode)
     return original(self, model, device_placement=False, evaluation_mode=True)
+
+
+def _check_processes(accelerator) -> None:
+    if accelerator.num_processes != dist.get_world_size():
+        raise ValueError(
+            f"Accelerate counts {accelerator.num_processes} processes, and the process group has "
+            f"{dist.get_world_size()}: ranks would train on the same data. Start them with torchrun or accelerate "
+            "launch, which set LOCAL_RANK; on CPUs say so: TrainingArguments(use_cpu=True), Accelerator(cpu=True)."
+        )
 
 
 def _no_sync(original, self, model):

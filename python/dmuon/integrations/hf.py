@@ -183,7 +183,10 @@ def _read(model, folder: Path) -> dict[str, torch.Tensor]:
     elif (folder / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     else:
-        raise ValueError(f"{folder} has no {_WEIGHTS}, and no {index.name}.")
+        raise ValueError(
+            f"{folder} has no {_WEIGHTS}, and no {index.name}. (A checkpoint of a PEFT adapter: load it into the model "
+            "before dedicate_params.)"
+        )
     values = {name: t for file in files for name, t in load_file(folder / file).items()}
     first = first_names(model)
     by_first = {first.get(name, name): t for name, t in values.items()}

@@ -2,10 +2,13 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from dmuon import _C
@@ -84,6 +87,13 @@ def check() -> None:
             f"dmuon relies on {owner.__name__}.{name}, which {package} {version(package)} {what}; tested: "
             f"{package} {TESTED[package]}. Install that version, or train with a loop of your own."
         )
+
+
+def say_cpu(mesh: DeviceMesh) -> None:
+    """On a machine without accelerators Accelerate takes each rank for a program of its own, unless it is told
+    that CPUs are meant."""
+    if mesh.device_type == "cpu" and mesh.size() > 1 and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def runtime_here(model) -> Runtime | None:
