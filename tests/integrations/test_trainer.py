@@ -230,3 +230,45 @@ def check_lora(rank, world_size, folder):
     check_adapter(f"{folder}/checkpoint-4", end)
     call = lambda: trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")  # noqa: E731
     assert_all_raise(call, "ValueError", "adapter", "load it into the model before dedicate_params")
+
+
+def test_resuming_on_another_number_of_ranks(tmp_path):
+    want = run_ranks(write_checkpoint, 2, str(tmp_path), limit_s=90)[0]
+    for got in run_ranks(read_checkpoint, 3, str(tmp_path), limit_s=90):
+        assert got == want
+
+
+def write_checkpoint(rank, world_size, folder):
+    trainer = hand_made(folder, max_steps=2, save_strategy="steps")
+    trainer.train()
+    return all_of(trainer)
+
+
+def read_checkpoint(rank, world_size, folder):
+    """What there is before the next step; then it goes on."""
+    trainer = hand_made(folder, max_steps=3)
+    found = []
+    trainer.add_callback(before_training(lambda: found.append(all_of(trainer))))
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert len(logged(trainer, "grad_norm")) == 3
+    return found[0]
+
+
+def before_training(look):
+    from transformers import TrainerCallback
+
+    class Before(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            look()
+
+    return Before()
+
+
+def all_of(trainer):
+    """Weights and optimizer, as plain data that goes through a pipe."""
+    whole = {"rank0_only": False}
+    optimizer = trainer.optimizer.optimizer
+    state = dmuon.get_optimizer_state_dict(trainer.model, optimizer, **whole)
+    tensors = dict(dmuon.get_model_state_dict(trainer.model, **whole))
+    tensors |= {f"{n}.{key}": t for n, entry in state["state"].items() for key, t in entry.items()}
+    return {name: t.tolist() for name, t in tensors.items()}, state["param_groups"]
