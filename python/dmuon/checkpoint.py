@@ -213,39 +213,50 @@ class _Unmanaged:
         )
 
 
-def from_owner(param, mine: torch.Tensor | None, shape=None, *, cut: bool = True) -> torch.Tensor:
+def from_owner(
+    param,
+    mine: torch.Tensor | None,
+    shape=None,
+    *,
+    cut: bool = True,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """A copy of what its owner has, master, state or gradient, whole and on every rank of the job.
 
     Args:
         mine: this rank's, where it has any.
         shape: of the whole; the parameter's where it is None.
         cut: whether it lies in the shards of a tensor-parallel weight; otherwise on the TP owner.
+        dtype: of the result; the master's where it is None. States are float32 always.
     """
     shape = tuple(param.full_shape if shape is None else shape)
+    dtype = master_dtype(param) if dtype is None else dtype
     layout = param.layout
     if layout.dim is None or not cut:
-        return _broadcast(param, param.owner_rank, shape, mine if param.is_tp_owner else None)
-    whole = torch.empty(shape, dtype=_master_dtype(param), device=param.parameter.device)
+        held = mine if param.is_tp_owner else None
+        return _broadcast(param, param.owner_rank, shape, dtype, held)
+    whole = torch.empty(shape, dtype=dtype, device=param.parameter.device)
     for tp, rank in enumerate(param.cell_ranks):
         part = list(shape)
         part[layout.dim] = sum(length for _, length in layout.ranges[tp])
         held = mine if rank == param.runtime.global_rank else None
-        layout.put(whole, _broadcast(param, rank, part, held), tp)
+        layout.put(whole, _broadcast(param, rank, part, dtype, held), tp)
     return whole
 
 
-def _master_dtype(param) -> torch.dtype:
+def master_dtype(param) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _broadcast(param, src: int, shape, mine: torch.Tensor | None) -> torch.Tensor:
-    if mine is None:
-        mine = torch.empty(tuple(shape), dtype=_master_dtype(param), device=param.parameter.device)
-    else:
-        mine = mine.detach().clone(memory_format=torch.contiguous_format)
-    if mine.numel():
-        dist.broadcast(mine, src=src, group=param.runtime.job_group)
-    return mine
+def _broadcast(
+    param, src: int, shape, dtype: torch.dtype, mine: torch.Tensor | None
+) -> torch.Tensor:
+    sent = torch.empty(tuple(shape), dtype=dtype, device=param.parameter.device)
+    if mine is not None:
+        sent.copy_(mine.detach())
+    if sent.numel():
+        dist.broadcast(sent, src=src, group=param.runtime.job_group)
+    return sent
 
 
 def my_part(param, key: str, value: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dmuon.boundaries import Boundaries, containers
 from dmuon.errors import listed
 from dmuon.names import slots
 from dmuon.policy import ParamPolicy, PolicyTable, matrix_view
-from dmuon.tensor_parallel import Layout, layout_of, local_part
+from dmuon.tensor_parallel import Layout, layout_of, local_part, overlaps_itself
 
 
 @dataclass
@@ -142,18 +142,11 @@ def _check_parameter(name: str, module: nn.Module, parameter: nn.Parameter) -> N
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"parameter {name!r} is {parameter.dtype}; it must be floating point.")
-    if _overlaps_itself(local_part(parameter)):
+    if overlaps_itself(local_part(parameter)):
         raise ValueError(
             f"parameter {name!r} is expanded: several of its elements are one in memory. Make it "
             "contiguous first."
         )
-
-
-def _overlaps_itself(parameter: torch.Tensor) -> bool:
-    return any(
-        stride == 0 and size > 1
-        for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    )
 
 
 _OF_A_UNIT = ("param_dtype", "grad_dtype", "output_dtype", "cast_forward_inputs")

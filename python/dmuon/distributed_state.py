@@ -6,11 +6,14 @@ import torch
 from torch import nn
 
 from dmuon import _C
-from dmuon.checkpoint import OwnedTensor, in_shards, owned_tensor
+from dmuon.agreement import on_every_rank
+from dmuon.checkpoint import OwnedTensor, in_shards, master_dtype, owned_tensor
+from dmuon.extra_state import extra_states
 from dmuon.names import clean
 from dmuon.optimizer import Muon, optimizer_of, state_shapes
 from dmuon.pieces import Pieces
 from dmuon.runtime import Runtime, runtime_of_whole
+from dmuon.states import put
 from dmuon.tensor_parallel import local_part
 
 # tp_distributed_gram says where momenta lie here; what is saved lies anywhere.
@@ -58,7 +61,9 @@ class State(dict):
                 "dmuon.state_dict(engine, optimizer, dedicated_only=True)."
             )
         self._model, self._dedicated_only = model, dedicated_only
-        self._optimizer = None if optimizer is None else optimizer_of(runtime, optimizer)
+        self._optimizer = on_every_rank(
+            runtime, lambda: None if optimizer is None else optimizer_of(runtime, optimizer)
+        )
         super().__init__(self.state_dict())
 
     def state_dict(self) -> dict:
@@ -109,8 +114,7 @@ def _of_model(runtime: Runtime, masters: Mapping) -> dict[str, torch.Tensor]:
 def _master(param) -> torch.Tensor:
     master = param._owned_data
     if master is None:
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        return owned_tensor(param, param.param_name, dtype)
+        return owned_tensor(param, param.param_name, master_dtype(param))
     return _placed(param, master, param.layout.dim is not None)
 
 
@@ -125,9 +129,12 @@ def _load_masters(runtime: Runtime, given: Mapping[str, torch.Tensor]) -> None:
 
 def _load_symmetric(runtime: Runtime, given: Mapping[str, torch.Tensor]) -> None:
     dedicated = {name for param in runtime.params for name in param.names}
+    extras = extra_states(runtime.model())
     for key, mine in runtime.model().state_dict().items():
         name = clean(key)
-        if name not in dedicated:
+        if name in extras:
+            extras[name].set_extra_state(given[name])
+        elif name not in dedicated:
             _copy(mine, given[name])
 
 
@@ -189,19 +196,10 @@ def _load_optimizer(runtime: Runtime, optimizer: Muon, given: Mapping) -> None:
     dedicated = {id(p.parameter) for p in runtime.params}
     names = optimizer.parameter_names()
     for group in optimizer.param_groups:
-        _set(group, given["param_groups"][group["group_name"]])
+        saved = given["param_groups"][group["group_name"]]
+        put(group, {key: value for key, value in saved.items() if key not in _NOT_SAVED})
         for p in group["params"]:
             if id(p) not in dedicated:
                 for key, mine in optimizer.state[p].items():
                     _copy(mine, given["state"][names[id(p)]][key])
     optimizer.state_was_loaded()
-
-
-def _set(group: dict, settings: Mapping) -> None:
-    """A setting that is a tensor stays that tensor, which compiled code and schedulers may hold."""
-    for key, value in settings.items():
-        mine = group.get(key)
-        if isinstance(mine, torch.Tensor):
-            mine.fill_(float(value))
-        elif key not in _NOT_SAVED:
-            group[key] = value

@@ -5,12 +5,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from dmuon.checkpoint import from_owner, my_part
+from dmuon import _C
+from dmuon.agreement import on_every_rank
+from dmuon.checkpoint import from_owner, master_dtype, my_part
 from dmuon.errors import listed
-from dmuon.full_state import Source, misfits, snapshot
+from dmuon.full_state import snapshot
+from dmuon.given import Source, misfits
 from dmuon.optimizer import Muon, in_shards, optimizer_of, state_shapes
+from dmuon.param_groups import check_settings
 from dmuon.runtime import Runtime, runtime_of_whole
-from dmuon.states import MASTER, NOT_SETTINGS, PLACING, MuonStates
+from dmuon.states import MASTER, NOT_SETTINGS, PLACING, MuonStates, plain
 
 # A group of torch.optim.Muon has it. Its momentum is a running mean, ours a running sum.
 _OF_TORCH_MUON = "ns_coefficients"
@@ -63,7 +67,7 @@ def get_optimizer_state_dict(
 
 def _of_both(model: nn.Module, optimizer) -> tuple[Runtime, MuonStates]:
     runtime = runtime_of_whole(model)
-    optimizer_of(runtime, optimizer)
+    on_every_rank(runtime, lambda: optimizer_of(runtime, optimizer))
     return runtime, runtime.front.states(runtime)
 
 
@@ -74,7 +78,9 @@ def _whole_state(states, p, param, mean: float) -> Iterator[tuple[str, torch.Ten
         return
     mine = states.engine_state(param)
     for key, shape in state_shapes(param).items():
-        whole = from_owner(param, mine.get(key), shape, cut=in_shards(param, key))
+        whole = from_owner(
+            param, mine.get(key), shape, cut=in_shards(param, key), dtype=torch.float32
+        )
         yield key, whole * mean if key == "momentum_buffer" and mean != 1 else whole
     if param.dtype.itemsize < 4:  # the model's dictionary has it rounded
         yield MASTER, from_owner(param, param._owned_data)
@@ -82,7 +88,7 @@ def _whole_state(states, p, param, mean: float) -> Iterator[tuple[str, torch.Ten
 
 def _shown(group: Mapping, states, as_torch: bool) -> dict:
     left_out = NOT_SETTINGS if as_torch else ("params", PLACING)
-    settings = {key: value for key, value in group.items() if key not in left_out}
+    settings = {key: plain(value) for key, value in group.items() if key not in left_out}
     if as_torch and group["route"] == "muon":
         settings |= states.torch_settings()
     return {"params": group["params"], **settings}
@@ -111,9 +117,9 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
     runtime, states = _of_both(model, optimizer)
     dedicated = {id(p.parameter): p for p in runtime.params}
     wanted = {
-        name: _dedicated_shapes(dedicated[id(p)])
+        name: _of_dedicated(dedicated[id(p)])
         if id(p) in dedicated
-        else _adamw_shapes(runtime.front.like(p).shape)
+        else _of_adamw(runtime.front.like(p))
         for name, p in states.parameters.items()
     }
 
@@ -122,6 +128,7 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
 
     source = Source(runtime, state_dict, problem, _WHAT)
     saved = source.tell(_skeleton(source.given) if source.has_it else None)
+    _agree_on_groups(runtime, saved["groups"])
     states.restart({name for name, keys in saved["state"].items() if set(keys) - {MASTER}})
     for name, p in states.parameters.items():
         _load(states, source, name, p, dedicated.get(id(p)), wanted[name], saved)
@@ -130,13 +137,17 @@ def set_optimizer_state_dict(model: nn.Module, optimizer: Muon, state_dict: Mapp
     states.set_groups(saved["groups"])
 
 
-def _dedicated_shapes(param) -> dict[str, tuple]:
-    return {**state_shapes(param), MASTER: tuple(param.full_shape)}
+def _meta(shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _adamw_shapes(shape: torch.Size) -> dict[str, tuple]:
-    shape = tuple(shape)
-    return {"exp_avg": shape, "exp_avg_sq": shape, "step": (), MASTER: shape}
+def _of_dedicated(param) -> dict[str, torch.Tensor]:
+    states = {key: _meta(shape) for key, shape in state_shapes(param).items()}
+    return {**states, MASTER: _meta(param.full_shape, master_dtype(param))}
+
+
+def _of_adamw(whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"exp_avg": whole, "exp_avg_sq": whole, "step": _meta(()), MASTER: _meta(whole.shape)}
 
 
 def _problem(given: Mapping, wanted: Mapping[str, dict]) -> str:
@@ -153,29 +164,53 @@ def _problem(given: Mapping, wanted: Mapping[str, dict]) -> str:
     if names or unknown:
         return names or f"{_WHAT} has state of {listed(unknown)}, which this model has not."
     flat = {f"{n}.{k}": v for n, entry in given["state"].items() for k, v in entry.items()}
-    shapes = {
-        f"{n}.{k}": s
+    needed = {
+        f"{n}.{k}": like
         for n, keys in wanted.items()
-        for k, s in keys.items()
+        for k, like in keys.items()
         if k in given["state"].get(n, ())
         or (k != MASTER and set(given["state"].get(n, ())) - {MASTER})
     }
-    return misfits(_WHAT, flat, shapes)
+    return misfits(_WHAT, flat, needed) or _bad_settings(given["param_groups"])
+
+
+def _bad_settings(groups: list[Mapping]) -> str:
+    try:
+        for i, group in enumerate(groups):
+            check_settings(f"{_WHAT}, group {group.get('group_name', i)}", group)
+    except ValueError as error:
+        return f"{error} Nothing was loaded."
+    return ""
+
+
+def _agree_on_groups(runtime: Runtime, groups: list[Mapping]) -> None:
+    lines = [
+        f"group {i}, {key}\t{plain(value)!r}"
+        for i, group in enumerate(groups)
+        for key, value in group.items()
+        if key != "params"
+    ]
+    _C.agree(
+        runtime.control.group_name,
+        sorted(lines),
+        subject="load the same optimizer state",
+        advice="Give the same dictionary on every rank, or give it on the job's first one alone.",
+    )
 
 
 def _skeleton(given: Mapping) -> dict:
     """What every rank must know before the tensors come: which states there are, and the groups."""
     return {
         "state": {name: list(entry) for name, entry in given["state"].items() if entry},
-        "groups": [dict(group) for group in given["param_groups"]],
+        "groups": [{k: plain(v) for k, v in group.items()} for group in given["param_groups"]],
     }
 
 
-def _load(states, source: Source, name: str, p, param, shapes: dict, saved: dict) -> None:
+def _load(states, source: Source, name: str, p, param, wanted: dict, saved: dict) -> None:
     there, values = saved["state"].get(name, ()), {}
     for key in there:
         value = source.given["state"][name][key] if source.has_it else None
-        value = source.take(value, shapes[key], torch.float32, p.device)
+        value = source.take(value, wanted[key], p.device)
         values[key] = value.cpu() if key == "step" else value
     group = next(g for g in saved["groups"] if name in g["params"])
     if "momentum_buffer" in values and _OF_TORCH_MUON in group:

@@ -1,16 +1,16 @@
 """Whole dictionaries: what one process would save, from any topology and into any other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from dmuon import _C
 from dmuon.checkpoint import from_owner
-from dmuon.errors import listed
+from dmuon.extra_state import extra_states, snapshot_of
+from dmuon.given import Source, misfits
 from dmuon.names import clean
-from dmuon.runtime import Runtime, runtime_of, runtime_of_whole
+from dmuon.runtime import Runtime, runtime_of_whole
+from dmuon.tensor_parallel import local_part, overlaps_itself
 
 
 @torch.no_grad()
@@ -30,8 +30,9 @@ def get_model_state_dict(
     Returns:
         Copies, in the dtypes of the parameters, in the order of ``model.state_dict()``.
     """
-    runtime = runtime_of(model)
+    runtime = runtime_of_whole(model)
     runtime.engine.wait_publishes()
+    extras = extra_states(runtime.model())
     dedicated = {name: param for param in runtime.params for name in param.names}
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
     held = _model_tensors(runtime)
@@ -39,6 +40,9 @@ def get_model_state_dict(
     first: dict[int, str] = {}  # name of each tensor: a tied one has several
     for key, value in runtime.model().state_dict().items():
         name = clean(key)
+        if name in extras:
+            whole[name] = snapshot_of(value)
+            continue
         mine = held.get(name, value)
         tied = first.setdefault(id(dedicated.get(name, mine)), name)
         if tied in whole:
@@ -65,32 +69,64 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
 
     Strict, and all or nothing: the ranks agree that everything fits before the first write. Collective over
     the job: every rank gives the whole dictionary, or the job's first one alone and the others an empty one,
-    as ``get_model_state_dict`` gives it; then tensors are sent one at a time. Under DeepSpeed a weight goes to the
+    as ``get_model_state_dict`` gives it; then tensors are sent one at a time. What modules have of
+    ``get_extra_state`` they get back by ``set_extra_state``. Under DeepSpeed a weight goes to the
     float32 copy of its optimizer as well as to the one that computes.
 
     Args:
-        state_dict: whole tensors by the names of ``model.state_dict()``, any dtype, any device.
+        state_dict: whole tensors by the names of ``model.state_dict()``, on any device, of any dtype that the
+            model's can hold: no complex numbers for real ones, no fractions for integers.
 
     Raises:
-        ValueError: on all ranks, naming what is missing, unexpected or of another shape; a rank gave no
-            dictionary while others did.
+        ValueError: on all ranks, naming what is missing, unexpected, of another shape, sparse or a part of a tensor;
+            one tied weight has two values; a rank gave no dictionary while others did.
     """
     runtime = runtime_of_whole(model)
     held = _model_tensors(runtime)
     dedicated = {name: param for param in runtime.params for name in param.names}
     wanted = {name: _like(runtime, dedicated.get(name), mine) for name, mine in held.items()}
-    shapes = {name: tuple(t.shape) for name, t in wanted.items()}
+    extras = extra_states(runtime.model())
     what = "the model's state_dict"
-    source = Source(runtime, state_dict, lambda given: misfits(what, given, shapes), what)
+
+    def problem(given: Mapping) -> str:
+        fits = misfits(what, given, wanted | dict.fromkeys(extras))
+        kept = {name: mine for name, mine in held.items() if name not in dedicated}
+        return fits or _overlap(kept) or _two_values(what, given, held, dedicated)
+
+    source = Source(runtime, state_dict, problem, what)
     for name, mine in held.items():
         value = source.given[name] if source.has_it else None
-        value = source.take(value, wanted[name].shape, wanted[name].dtype, mine.device)
+        value = source.take(value, wanted[name], mine.device)
         if name in dedicated:
             runtime.set_value(dedicated[name], value)
         else:
             runtime.front.assign(mine, value)
+    for name, module in extras.items():
+        module.set_extra_state(source.tell(source.given[name] if source.has_it else None))
     runtime.spread_values()
     runtime.engine.show_residents()
+
+
+def _overlap(kept: Mapping[str, torch.Tensor]) -> str:
+    found = [name for name, mine in kept.items() if overlaps_itself(local_part(mine))]
+    if not found:
+        return ""
+    return (
+        f"{found[0]!r} is expanded: several of its elements are one in memory. Make it contiguous."
+    )
+
+
+def _two_values(what: str, given: Mapping, held: Mapping, dedicated: Mapping) -> str:
+    first: dict[int, str] = {}
+    for name, mine in held.items():
+        other = first.setdefault(id(dedicated.get(name, mine)), name)
+        if not _same(given[other], given[name]):
+            return f"{what} has two values for one tied weight, {other!r} and {name!r}."
+    return ""
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _like(runtime: Runtime, param, mine: torch.Tensor) -> torch.Tensor:
@@ -108,81 +144,3 @@ def _model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
     held = {clean(n): t for n, t in model.named_parameters(remove_duplicate=False)}
     held |= {clean(n): t for n, t in model.named_buffers(remove_duplicate=False)}
     return {key: held[key] for key in keys if key in held}
-
-
-class Source:
-    """Where whole tensors come from: this rank's own dictionary, or that of the job's first rank."""
-
-    def __init__(self, runtime: Runtime, given, problem: Callable[[Mapping], str], what: str):
-        """Collective. ``problem(given)``: what does not fit, or nothing.
-
-        Raises:
-            ValueError: on all ranks, unless it fits on every rank, or on the first one and the others gave
-                an empty dictionary.
-        """
-        self._runtime, self.given = runtime, given
-        first = runtime.global_rank == runtime.axes.job[0]
-        empty = isinstance(given, Mapping) and not given
-        control = runtime.control
-        self._sends = _all(control, empty or first) and not _all(control, empty)
-        self.has_it = first or not self._sends
-        text = _kind(what, given) or problem(given) if self.has_it else ""
-        _C.agree(control.group_name, [], text)
-
-    def take(self, value: torch.Tensor | None, shape, dtype: torch.dtype, device) -> torch.Tensor:
-        """The whole tensor, on this rank. Collective where the first rank alone has ``value``."""
-        if not self._sends:
-            return value.detach()
-        whole = torch.empty(tuple(shape), dtype=dtype, device=device)
-        if self.has_it:
-            whole.copy_(value)
-        if whole.numel():
-            dist.broadcast(whole, src=self._runtime.axes.job[0], group=self._runtime.job_group)
-        return whole
-
-    def tell(self, plain):
-        """Plain data of the first rank's, on this rank. Collective where it alone has any."""
-        if not self._sends:
-            return plain
-        told = [plain]
-        dist.broadcast_object_list(told, src=self._runtime.axes.job[0], group=self._runtime.control)
-        return told[0]
-
-
-def _all(control, mine: bool) -> bool:
-    flag = torch.tensor([int(mine)], dtype=torch.int32)
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=control)
-    return bool(flag.item())
-
-
-def _kind(what: str, given) -> str:
-    if not isinstance(given, Mapping):
-        return (
-            f"{what} is a {type(given).__name__}; it must be a dictionary of whole tensors by name."
-        )
-    if not given:
-        return (
-            f"{what} is empty on this rank and not on others. Give it on every rank, or on the job's first "
-            "rank alone."
-        )
-    return ""
-
-
-def misfits(what: str, given: Mapping, wanted: Mapping[str, tuple]) -> str:
-    """What is missing, unexpected or of another shape, in one text; empty where all fits. A shape of None
-    is not looked at."""
-    missing = [name for name in wanted if name not in given]
-    unexpected = [name for name in given if name not in wanted]
-    shapes = [
-        f"{name!r} has {_shape(given[name])} and not {shape}"
-        for name, shape in wanted.items()
-        if shape is not None and name in given and _shape(given[name]) != shape
-    ]
-    parts = [f"missing: {listed(missing)}"] if missing else []
-    parts += [f"unexpected: {listed(unexpected)}"] if unexpected else []
-    parts += [f"of another shape: {'; '.join(shapes[:10])}"] if shapes else []
-    return f"{what} does not fit, nothing was loaded. {'. '.join(parts)}." if parts else ""
-
-
-def _shape(value) -> tuple | str:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

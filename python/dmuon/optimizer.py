@@ -16,7 +16,7 @@ from dmuon.names import slots
 from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
 from dmuon.param_groups import check_settings, lower
 from dmuon.runtime import runtime_of_whole
-from dmuon.states import torch_settings
+from dmuon.states import MASTER, torch_settings
 from dmuon.tensor_parallel import distribute_like
 
 _NONFINITE = {
@@ -196,6 +196,8 @@ class Muon(torch.optim.Optimizer):
                 else owned_tensor(param, f"{param.param_name}.{key}", torch.float32, shape)
                 for key, shape in state_shapes(param).items()
             }
+            if param.dtype.itemsize < 4:  # the model's state dict has it rounded
+                self.state[param.parameter][MASTER] = _shown_master(param)
 
     def parameter_names(self) -> dict[int, str]:
         """id of a parameter -> its first name."""
@@ -307,8 +309,11 @@ class Muon(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """As torch's. A momentum that lies on another rank is an ``OwnedTensor``: it cannot be read or
-        saved here, so that nothing is silently missing. Local."""
+        saved here, so that nothing is silently missing. AdamW's state is there before the first step, as zeros, and
+        a 16-bit dedicated weight has its float32 ``master``. Local."""
         self._runtime.engine.wait_reductions()
+        self._runtime.engine.wait_publishes()
+        self.fill_state()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -328,8 +333,16 @@ class Muon(torch.optim.Optimizer):
         for param, values in dedicated.values():
             for key, mine in self._muon.state(param.index).items():
                 mine.zero_() if values is None else mine.copy_(my_part(param, key, values[key]))
+            if values is not None and MASTER in values:
+                self._load_master(param, values[MASTER])
         self._read_groups()
         self._place_state()
+
+    def _load_master(self, param, value: torch.Tensor) -> None:
+        if not isinstance(value, OwnedTensor):
+            self._runtime.set_value(param, value)
+        else:  # its owner loads it
+            self._runtime.engine.mark_changed(param.index)
 
     def _check_placing(self, state_dict: dict) -> None:
         """Where momenta lie depends on tp_distributed_gram: every rank sees from the groups if it is
@@ -438,12 +451,22 @@ def state_shapes(param) -> dict[str, tuple]:
     return {"momentum_buffer": shape}
 
 
+def _shown_master(param) -> torch.Tensor:
+    mine = param.runtime.engine.master(param.index)
+    if mine is None:
+        return owned_tensor(param, f"{param.param_name}.{MASTER}", torch.float32)
+    return as_parameter(param, mine)
+
+
 def _as_whole(param, key: str, mine: torch.Tensor) -> torch.Tensor:
     return as_parameter(param, mine) if in_shards(param, key) else mine
 
 
 def _check_state(param, values: dict, is_here: bool) -> None:
-    for key, shape in state_shapes(param).items():
+    wanted = state_shapes(param)
+    if MASTER in values:
+        wanted[MASTER] = tuple(param.full_shape)
+    for key, shape in wanted.items():
         value = values.get(key)
         if value is None or tuple(value.shape) != shape:
             given = "missing" if value is None else f"of shape {tuple(value.shape)}"

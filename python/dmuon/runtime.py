@@ -287,6 +287,9 @@ class Runtime:
             value = local_part(value.redistribute(placements=param.parameter.placements))
         else:
             value = param.layout.local_of(value, self.tp_rank)
+        master = self.engine.master(param.index)
+        if master is not None and _rounds_to(master, value):
+            value = master.clone()  # which has more digits, as an optimizer's state dict has loaded it
         self.engine.set_value(param.index, value)
 
     def spread_values(self) -> None:
@@ -304,6 +307,11 @@ class Runtime:
             f"(one of {listed([p.param_name for p in boundary.params])}). Replace parameters before "
             "dedicate_params; to set values use load_state_dict."
         )
+
+
+def _rounds_to(master: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``value`` is a 16-bit master of the same weight."""
+    return value.dtype.itemsize < 4 and torch.equal(master.to(value.dtype), value.to(master.device))
 
 
 def register(model: nn.Module, runtime: Runtime) -> None:

@@ -53,7 +53,10 @@ class MuonStates:
 
     def whole(self, p: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """AdamW's state of what the runtime keeps. Collective: every rank goes through the same keys."""
-        for key, value in self._optimizer.state.get(p, {}).items():
+        held = self._optimizer.state.get(p, {})
+        if not float(held.get("step", 0)):  # filled in for a checkpoint; it has never stepped
+            return
+        for key, value in held.items():
             yield key, value.full_tensor() if isinstance(value, DTensor) else value
 
     def problem(self, given: Mapping) -> str:
@@ -74,8 +77,23 @@ class MuonStates:
         """Settings of a group are those that its first member was saved with. The last call."""
         for group in self._optimizer.param_groups:
             first = self._names[id(group["params"][0])]
-            group |= _settings(group, next(g for g in saved if first in g["params"]))
+            put(group, _settings(group, next(g for g in saved if first in g["params"])))
         self._optimizer.state_was_loaded()
+
+
+def plain(value):
+    """A setting as it is saved: a learning rate may be a tensor, which training goes on to change."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def put(group: dict, settings: Mapping) -> None:
+    """A setting that is a tensor stays that tensor, which compiled code and schedulers may hold."""
+    for key, value in settings.items():
+        mine = group.get(key)
+        if isinstance(mine, torch.Tensor):
+            mine.fill_(float(value))
+        else:
+            group[key] = value
 
 
 def _settings(group: Mapping, theirs: Mapping) -> dict:

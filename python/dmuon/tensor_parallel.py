@@ -131,3 +131,10 @@ def wrapper_of(parameter: torch.Tensor) -> "_C.DTensorWrapper | None":
     if not isinstance(parameter, DTensor):
         return None
     return _C.DTensorWrapper(parameter.placements, wrap_like(parameter))
+
+
+def overlaps_itself(local: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory, as those of an expanded tensor."""
+    return any(
+        stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)
+    )

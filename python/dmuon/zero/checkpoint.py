@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon import _C
-from dmuon.checkpoint import stand_in
+from dmuon.checkpoint import master_dtype, stand_in
 from dmuon.errors import listed
 from dmuon.zero import rank_files, seams
 
@@ -80,8 +80,7 @@ def _on_rank_0(param) -> torch.Tensor | None:
         dist.send(mine.contiguous(), dst=0, group=group)
     if me != 0:
         return None
-    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-    whole = torch.empty(param.full_shape, dtype=dtype, device=param.parameter.device)
+    whole = torch.empty(param.full_shape, dtype=master_dtype(param), device=param.parameter.device)
     dist.recv(whole, src=owner, group=group)
     return whole
 

@@ -104,7 +104,8 @@ class Helper:
             return from_owner(param, param._owned_data)
         shapes = self._known_state(optim_state_key)
         mine = self._attached.optimizer.dedicated.state(param.index)
-        return from_owner(param, mine.get(optim_state_key), shapes[optim_state_key])
+        held, shape = mine.get(optim_state_key), shapes[optim_state_key]
+        return from_owner(param, held, shape, dtype=torch.float32)
 
     def set_full_hp_param(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
         param = self.param
