@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from dmuon import _C
 from dmuon.axes import Axes
 from dmuon.boundaries import Boundaries, containers
-from dmuon.errors import listed
+from dmuon.errors import listed, summarised
 from dmuon.names import slots
 from dmuon.policy import ParamPolicy, PolicyTable, matrix_view
 from dmuon.tensor_parallel import Layout, layout_of, local_part, overlaps_itself
@@ -87,9 +87,14 @@ def _places(names: list[tuple]) -> list[tuple[nn.Module, str]]:
 
 def nothing_selected(model: nn.Module) -> str:
     names = [name for name, _, _, parameter in slots(model) if parameter.ndim >= 2]
+    if not names:
+        return (
+            "the predicate selects no parameter, and none of this model's has two dims or more. Pass "
+            "allow_empty=True if that is meant."
+        )
     return (
         "the predicate selects no parameter. The model's parameters with two dims or more are "
-        f"{listed(names)}. Correct the predicate, or pass allow_empty=True."
+        f"{summarised(names)}. Correct the predicate, or pass allow_empty=True."
     )
 
 

@@ -1,6 +1,8 @@
 """How an error says what was given, what was wanted and what to do."""
 
 import difflib
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -20,3 +22,13 @@ def listed(names: Sequence[str], most: int = 10) -> str:
     """At most ``most`` names, then how many more."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def summarised(names: Sequence[str], most: int = 10) -> str:
+    """All of them, or where they are many one line for those that differ in numbers alone: ``'layers.*.up.weight' (24)``."""
+    if len(names) <= most:
+        return listed(names, most)
+    kinds = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
+    shown = [f"{kind!r} ({n})" if n > 1 else repr(kind) for kind, n in kinds.most_common(most)]
+    left = len(kinds) - len(shown)
+    return ", ".join(shown) + (f" and {left} more kinds" if left > 0 else "")

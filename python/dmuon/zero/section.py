@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dmuon.boundaries import containers
-from dmuon.errors import listed, nearest
+from dmuon.errors import listed, nearest, summarised
 from dmuon.names import matches, slots
 from dmuon.policy import ROUTES
 from dmuon.set_up import Settings
@@ -77,12 +77,12 @@ class Section:
                 if not any(matches(name, [pattern]) for name in names):
                     raise ValueError(
                         f'"dmuon".{key} has {pattern!r}, which matches no parameter of this model. '
-                        f"Parameters are {listed(names)}.{suggestion(model)}"
+                        f"Parameters are {summarised(names)}.{suggestion(model)}"
                     )
         if not any(self.predicate(name, _Shaped(shape_of(p))) for name, _, _, p in slots(model)):
             raise ValueError(
                 f'"dmuon" selects no parameter of this model: what "include" names has fewer than '
-                f'{self.min_ndim} dims ("min_ndim"), or is in "exclude". Parameters are {listed(names)}.'
+                f'{self.min_ndim} dims ("min_ndim"), or is in "exclude". Parameters are {summarised(names)}.'
                 f"{suggestion(model)}"
             )
 
