@@ -103,8 +103,55 @@ def test_what_the_environment_says_is_checked(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("DMUON_MUON_LRR", "1", ["which is unknown", "did you mean 'DMUON_MUON_LR'"]),
+        (
+            "DMUON_MUON_LR",
+            "0.1\nmomentum = 0.5",
+            ["DMUON_MUON_LR", "more than the value of muon.lr"],
+        ),
+        ("DMUON_MUON_LR", "", ["DMUON_MUON_LR"]),
+        ("DMUON_RUNTIME_KIND", 'a "quoted\\ kind', ["runtime.kind of the environment", "quoted"]),
+        ("DMUON_CONFIG", "nowhere.toml", ["'nowhere.toml' is no file"]),
+    ],
+)
+def test_a_variable_that_says_nothing_good_is_an_error(monkeypatch, name, value, words):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        dmuon.load_config()
+    assert not [w for w in words if w not in str(caught.value)], caught.value
+
+
+@pytest.mark.parametrize("path", ["nowhere.toml", "", "."])
+def test_a_path_without_a_file_is_an_error(path):
+    with pytest.raises(ValueError, match="is no file"):
+        dmuon.load_config(path)
+
+
+@pytest.mark.parametrize("start, end", [(b"\xef\xbb\xbf", b"\n"), (b"", b"\r\n")])
+def test_files_of_other_editors_are_read_and_their_lines_counted(tmp_path, start, end):
+    path = tmp_path / "dmuon.toml"
+    path.write_bytes(start + end.join([b"[muon]", b"lr = 0.5", b""]))
+    assert dmuon.load_config(path) == {"muon": {"lr": 0.5}}
+    path.write_bytes(start + end.join([b"[muon]", b"lr = 0.5", b"lrr = 1", b""]))
+    with pytest.raises(ValueError, match=":3: 'lrr'"):
+        dmuon.load_config(path)
+
+
+@pytest.mark.parametrize(
     "text, words",
     [
+        ("[muon]\nlr = 1\nlr = 2\n", [":3:", "lr"]),
+        ("[muon]\nlr = 1\n[muon]\nmomentum = 1\n", [":3:", "muon"]),
+        ("[Muon]\nlr = 1\n", [":1:", "did you mean 'muon'"]),
+        ("lr = 1\n", [":1:", "'lr' is no known section"]),
+        ("[[muon]]\nlr = 1\n", ["write [muon]"]),
+        ("[adamw]\nbetas = [1, 2, 3]\n", [":2:", "a list of two numbers"]),
+        ("[runtime]\ninclude = 'x'\n", [":2:", "a list of strings"]),
+        ("[runtime]\nkind = 'fsdp'\n", ["runtime.kind", "'fsdp2'"]),
+        ("[newton_schulz]\ncoefficients = 'yu'\n", ["newton_schulz.coefficients", "'you'"]),
+        ("[muon]\nlr = 0.1 # \udcff\n", [":2:", "utf-8"]),
         ("[muon]\nmomentun = 1\n", [":2:", "momentun", "did you mean 'momentum'"]),
         ("[muon]\nlr = true\n", [":2:", "muon.lr", "a number"]),
         ("[muon\n", [":1:"]),
@@ -112,7 +159,7 @@ def test_what_the_environment_says_is_checked(monkeypatch):
 )
 def test_errors_name_file_line_and_key(tmp_path, text, words):
     path = tmp_path / "wrong.toml"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError) as caught:
         dmuon.load_config(path)
     assert not [w for w in ["wrong.toml", *words] if w not in str(caught.value)], caught.value

@@ -6,6 +6,7 @@ Code beats the file, the file beats the environment. Of the environment dmuon re
 - ``DMUON_<SECTION>_<KEY>``, such as ``DMUON_MUON_LR=0.01``: what the file does not say.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuon import _C
 from dmuon.ddp import dedicate_params_ddp, dedicate_params_ddp_tp, replicate, replicate_tp
 from dmuon.dedicate import dedicate_params
-from dmuon.errors import choice
+from dmuon.errors import choice, nearest
 from dmuon.names import matches
 from dmuon.newton_schulz import (
     JORDAN_COEFFICIENTS,
@@ -34,6 +35,10 @@ _COEFFICIENTS = {
     "you": YOU_COEFFICIENTS,
     "jordan": JORDAN_COEFFICIENTS,
 }
+_CHOICES = (
+    ("runtime", "kind", _KINDS),
+    ("newton_schulz", "coefficients", tuple(_COEFFICIENTS)),
+)
 _SELECTION = ("kind", "include", "exclude", "min_ndim")
 
 
@@ -44,26 +49,39 @@ def load_config(path: str | os.PathLike | None = None) -> dict[str, dict]:
         path: None: that of ``DMUON_CONFIG``, or no file.
 
     Raises:
-        ValueError: naming file, line and key: an unknown one (with the nearest known one), a wrong type, no TOML;
-            a file that cannot be read.
+        ValueError: naming file, line and key, or the variable: an unknown one (with the nearest known one), a wrong type
+            or value, no TOML, no file.
     """
-    path = os.environ.get("DMUON_CONFIG") if path is None else path
-    given = _of_environment()
-    for section, entries in (_C.load_config(os.fspath(path)) if path else {}).items():
+    path = (os.environ.get("DMUON_CONFIG") or None) if path is None else os.fspath(path)
+    if path is not None and not os.path.isfile(path):
+        raise ValueError(f"{path!r} is no file. Give the path of a dmuon.toml.")
+    given, of_file = _of_environment(), _C.load_config(path) if path is not None else {}
+    for section, entries in of_file.items():
         given[section] = {**given.get(section, {}), **entries}
+    for section, key, options in _CHOICES:
+        if key in given.get(section, {}):
+            where = path if key in of_file.get(section, {}) else "the environment"
+            choice(f"{section}.{key} of {where}", given[section][key], options)
     return given
 
 
 def _of_environment() -> dict[str, dict]:
+    """Raises ValueError naming the variable: no such key, or a value that is not one of its type."""
+    known = {f"DMUON_{s}_{k}".upper(): (s, k, text) for s, k, text in _C.config_keys()}
+    sections = tuple({f"DMUON_{section}_".upper() for section, *_ in known.values()})
     found: dict[str, dict] = {}
-    for section, key, takes_text in _C.config_keys():
-        name = f"DMUON_{section}_{key}".upper()
-        if name in os.environ:
-            value = os.environ[name]
-            text = (
-                f'[{section}]\n{key} = "{value}"' if takes_text else f"[{section}]\n{key} = {value}"
+    for name in sorted(name for name in os.environ if name.startswith(sections)):
+        if name not in known:
+            raise ValueError(f"the environment has {name}, {nearest(name, list(known))}")
+        section, key, takes_text = known[name]
+        value = os.environ[name]
+        written = json.dumps(value, ensure_ascii=False) if takes_text else value
+        entries = _C.parse_config(f"[{section}]\n{key} = {written}", name)[section]
+        if len(entries) != 1:
+            raise ValueError(
+                f"{name} is {value!r}, which is more than the value of {section}.{key}."
             )
-            found.setdefault(section, {}).update(_C.parse_config(text, name)[section])
+        found.setdefault(section, {}).update(entries)
     return found
 
 
@@ -156,9 +174,7 @@ def from_config(
 
 
 def _kind(config: Mapping) -> str:
-    kind = config.get("runtime", {}).get("kind", "fsdp2")
-    choice("runtime.kind", kind, _KINDS)
-    return kind
+    return config.get("runtime", {}).get("kind", "fsdp2")
 
 
 def _predicate(runtime: Mapping) -> Predicate:
@@ -180,7 +196,6 @@ def _muon_keywords(config: Mapping) -> dict:
     if "steps" in schulz:
         keywords["ns_steps"] = schulz.pop("steps")
     if "coefficients" in schulz:
-        choice("newton_schulz.coefficients", schulz["coefficients"], tuple(_COEFFICIENTS))
         schulz["coefficients"] = _COEFFICIENTS[schulz["coefficients"]]
     if schulz:
         keywords["ns_backend"] = NewtonSchulz(**schulz)
