@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
+import os
 import sys
 
-from dmuon import doctor, planning
+from dmuon import doctor, planning, shapes
 from dmuon.pictures import plan_picture, plan_table
 
 
@@ -12,10 +14,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
-        return given.run(given)
+        status = given.run(given)
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         print(f"dmuon {given.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of any program that SIGPIPE ends
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,7 +34,8 @@ def _parser() -> argparse.ArgumentParser:
         "plan", help="owners, balance, memory and bytes of a model on a topology"
     )
     plan.add_argument(
-        "model", help="config.json, .safetensors, a directory that holds either, or module:function"
+        "model",
+        help="config.json, .safetensors or its index, a directory that holds one of them, or module:function",
     )
     plan.add_argument(
         "topology", help='"replicate=8 shard=16 tp=8"; an axis that is left out has one rank'
@@ -46,11 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         default="bfloat16",
         help="of forward and backward",
     )
-    plan.add_argument("--ranks", type=int, help="check that the axes multiply out to it")
+    plan.add_argument("--ranks", type=count, help="check that the axes multiply out to it")
     plan.add_argument(
-        "--memory-limit", type=float, metavar="GB", help="of weight and state on one owner"
+        "--memory-limit",
+        type=positive_number,
+        metavar="GB",
+        help="of weight and state on one owner",
     )
-    plan.add_argument("--max-owners-per-group", type=int, default=0)
+    plan.add_argument("--max-owners-per-group", type=count, default=0)
     plan.add_argument("--json", action="store_true", help="for programs")
     plan.add_argument("--picture", metavar="FILE", help="ranks x load, as .png, .svg or .pdf")
     plan.set_defaults(run=_plan)
@@ -65,16 +76,28 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(given) -> int:
     topology = planning.read_topology(given.topology)
     planning.check_ranks(topology, given.ranks)
-    shapes = planning.read_shapes(given.model)
-    chosen = planning.choose(shapes, given.include, given.exclude)
+    found = shapes.read_shapes(given.model)
+    chosen = planning.choose(found, given.include, given.exclude)
     limit = int((given.memory_limit or 0) * 1e9)
-    planned = planning.plan(
-        shapes, chosen, topology, given.dtype, limit, given.max_owners_per_group
-    )
-    print(json.dumps(planned.as_dict()) if given.json else plan_table(planned))
+    planned = planning.plan(found, chosen, topology, given.dtype, limit, given.max_owners_per_group)
     if given.picture:
         plan_picture(planned, given.picture)
+    print(json.dumps(planned.as_dict()) if given.json else plan_table(planned))
     return 0
+
+
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return value
 
 
 if __name__ == "__main__":

@@ -97,7 +97,12 @@ def self_test() -> str:
         store = f"file://{folder}/store"
         processes = [_start(script, store, rank) for rank in (0, 1)]
         outputs = [_end(process) for process in processes]
-    return next((text.strip().splitlines()[-1] for code, text in outputs if code), "")
+    return next((_problem(code, text) for code, text in outputs if code), "")
+
+
+def _problem(code: int, text: str) -> str:
+    """The error, or how a process ended that wrote none."""
+    return (text.strip().splitlines() or [f"a process ended with exit code {code}"])[-1]
 
 
 def _start(script: Path, store: str, rank: int) -> subprocess.Popen:

@@ -92,4 +92,7 @@ def plan_picture(planned, path: str) -> None:
     )
     below.set_ylabel("GB of an owner")
     below.set_xlabel("ranks, in each picture the largest first")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ValueError(f"--picture {path} cannot be written: {error.strerror}.") from error

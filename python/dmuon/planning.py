@@ -1,44 +1,27 @@
-"""Plans of models that are not there: shapes from a file, a topology from a line."""
+"""Plans of models that are not there, on a topology from a line."""
 
-import importlib
-import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dmuon import _C
-from dmuon.errors import listed, nearest
+from dmuon.errors import nearest, summarised
 from dmuon.names import matches
+from dmuon.shapes import Shape
 
 AXES = ("replicate", "shard", "tp")
 _ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SAFETENSORS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_NUMBERED = re.compile(r"^(.*?\.\d+)\.")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A parameter that nobody has allocated."""
-
-    name: str
-    size: tuple[int, ...]
-
-    @property
-    def layer(self) -> str:
-        """Its repeated block: the path up to the first number. Empty where it has none."""
-        found = _NUMBERED.match(self.name)
-        return found[1] if found else ""
+MOST_RANKS = 1_000_000  # a plan has numbers of each
 
 
 def read_topology(text: str) -> dict[str, int]:
     """``"replicate=8 shard=16 tp=8"``; an axis that is left out has one rank.
 
     Raises:
-        ValueError: an unknown axis, or a size that is no whole number of at least 1.
+        ValueError: an unknown axis, one that is named twice, a size that is no whole number of at least 1, more than
+            a million ranks.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = {}
     for part in text.replace(",", " ").split():
         axis, _, size = part.partition("=")
         if axis not in AXES:
@@ -47,8 +30,14 @@ def read_topology(text: str) -> dict[str, int]:
             raise ValueError(
                 f"the topology {text!r}: {axis} is {size!r}; it must be a whole number of at least 1."
             )
+        if axis in sizes:
+            raise ValueError(f"the topology {text!r} names {axis} twice.")
         sizes[axis] = int(size)
-    return sizes
+    if (ranks := math.prod(sizes.values())) > MOST_RANKS:
+        raise ValueError(
+            f"the topology {text!r} has {ranks} ranks; at most {MOST_RANKS} are planned."
+        )
+    return dict.fromkeys(AXES, 1) | sizes
 
 
 def check_ranks(topology: Mapping[str, int], ranks: int | None) -> None:
@@ -57,79 +46,6 @@ def check_ranks(topology: Mapping[str, int], ranks: int | None) -> None:
     if ranks is not None and ranks != product:
         axes = " x ".join(f"{axis} {size}" for axis, size in topology.items())
         raise ValueError(f"{axes} are {product} ranks, and --ranks is {ranks}. Change one of them.")
-
-
-def read_shapes(source: str) -> list[Shape]:
-    """Parameters of a Hugging Face ``config.json``, a ``.safetensors`` file, a directory that holds either, or of the
-    model that ``module:function`` makes, on the meta device.
-
-    Raises:
-        ValueError: none of these; a package that is needed is missing.
-    """
-    path = Path(source)
-    if path.is_dir():
-        return _of_directory(path)
-    if path.suffix == ".safetensors":
-        return _of_safetensors([path])
-    if path.name.endswith(".json") and path.exists():
-        return _of_config(path)
-    if ":" in source and not path.exists():
-        return _of_function(source)
-    raise ValueError(
-        f"{source!r} is no model that dmuon can read. Give a Hugging Face config.json, a .safetensors file, a "
-        "directory that holds either, or module:function."
-    )
-
-
-def _of_directory(path: Path) -> list[Shape]:
-    if (path / "config.json").exists():
-        return _of_config(path / "config.json")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{path} has neither a config.json nor .safetensors files.")
-    return _of_safetensors(files)
-
-
-def _of_safetensors(files: Iterable[Path]) -> list[Shape]:
-    """Of their headers: eight bytes of length, then JSON."""
-    shapes = []
-    for path in files:
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes += [
-            Shape(name, tuple(entry["shape"]))
-            for name, entry in header.items()
-            if name != "__metadata__" and entry["dtype"] in _SAFETENSORS
-        ]
-    return shapes
-
-
-def _of_config(path: Path) -> list[Shape]:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError(
-            f"{path} needs the package transformers: pip install transformers."
-        ) from error
-    config = AutoConfig.from_pretrained(path)
-    return _on_meta(lambda: AutoModelForCausalLM.from_config(config))
-
-
-def _of_function(source: str) -> list[Shape]:
-    module, _, name = source.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{source!r} cannot be imported: {error}.") from error
-    return _on_meta(function)
-
-
-def _on_meta(make: Callable) -> list[Shape]:
-    import torch
-
-    with torch.device("meta"):
-        model = make()
-    return [Shape(name, tuple(p.shape)) for name, p in model.named_parameters()]
 
 
 def choose(shapes: list[Shape], include: list[str], exclude: list[str]) -> list[Shape]:
@@ -145,7 +61,10 @@ def choose(shapes: list[Shape], include: list[str], exclude: list[str]) -> list[
         chosen = [s for s in matrices if s.layer]
     chosen = [s for s in chosen if not matches(s.name, exclude)]
     if not chosen:
-        raise ValueError(f"nothing is chosen. Matrices are {listed([s.name for s in matrices])}.")
+        names = summarised([s.name for s in matrices])
+        if not names:
+            raise ValueError(f"none of the {len(shapes)} parameters has two dims or more.")
+        raise ValueError(f"nothing is chosen. Matrices are {names}. Choose with --include.")
     return chosen
 
 
@@ -179,15 +98,16 @@ class Planned:
             "w_star": report.w_star,
             "max_state_bytes": report.max_state_bytes,
             "bytes_per_step": self.bytes_per_step(),
-            "owners": {m.name: self.owner(i) for i, m in enumerate(plan.matrices)},
+            "owners": dict(zip((m.name for m in plan.matrices), self.owners())),
             "loads": plan.loads(),
             "state_bytes": plan.state_bytes(),
             "digest": plan.digest(),
         }
 
-    def owner(self, matrix: int) -> int:
-        """The rank: replicate the outermost axis, tp the innermost."""
-        return self.plan.owners[matrix] * self.topology["tp"] + self.plan.tp_owners[matrix]
+    def owners(self) -> list[int]:
+        """Ranks, by matrix: replicate is the outermost axis, tp the innermost."""
+        tp = self.topology["tp"]
+        return [cell * tp + at for cell, at in zip(self.plan.owners, self.plan.tp_owners)]
 
     def bytes_per_step(self) -> dict[str, int]:
         """By channel. Weights travel in the training's dtype, gradients and updates in float32; weights are fetched
