@@ -133,7 +133,8 @@ def ddp_tensor_parallel(mesh: DeviceMesh) -> nn.Module:
 
 
 def tiny_llama() -> str:
-    """Where a tiny random Llama has been saved, for ``from_pretrained``."""
+    """Where a tiny random Llama has been saved, for ``from_pretrained``. Call it before there is a process group, in
+    which only the first rank would save."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
