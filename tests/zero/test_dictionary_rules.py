@@ -18,10 +18,9 @@ from tests.support.models import Net
 from tests.support.parity import assert_all_raise
 from tests.support.ranks import run_ranks
 from tests.support.weights import assert_same
-from tests.support.zero import STAGES, ds_config, make_engine, train
+from tests.support.zero import STAGES, deepspeed_ready, ds_config, make_engine, train
 from tests.zero.test_errors import initialize
 from tests.zero.test_full_dictionaries import BF16, assert_whole, flat, load, whole
-from tests.zero.test_groups import from_the_config, in_the_second
 from tests.zero.test_misuse import planned
 
 by_stage = pytest.mark.parametrize("stage", STAGES)
@@ -128,31 +127,46 @@ def check_unused(rank, world_size, stage):
 
 
 @by_stage
-def test_two_groups(stage):
-    run_ranks(check_two_groups, 2, stage, limit_s=90)
+def test_what_is_frozen_on_the_way(stage):
+    run_ranks(check_frozen_on_the_way, 2, stage, limit_s=90)
 
 
-def check_two_groups(rank, world_size, stage):
-    """Of settings of their own; steps are counted for each, and each keeps its own."""
-    model = Net()
-    engine = from_the_config(ds_config(stage), model)
-    train(engine, 2)
+def check_frozen_on_the_way(rank, world_size, stage):
+    """Keeps its float32 weight and its state, and takes others."""
+    engine, other = (make_engine(ds_config(stage, **BF16), seed=seed) for seed in (7, 8))
+    for subject in (engine, other):
+        train(subject, 2)
+        subject.module.head.requires_grad_(False)
+        subject.module.blocks[0].requires_grad_(False)
     saved = whole(engine)
-    groups = {g["group_name"]: g for g in saved[1]["param_groups"]}
-    assert list(groups) == ["0/muon", "0/adamw", "1/muon", "1/adamw"]
-    assert all(
-        in_the_second(name) == (key[0] == "1") for key in groups for name in groups[key]["params"]
-    )
-    for name in groups["1/adamw"]["params"]:
-        saved[1]["state"][name]["step"].fill_(7)
-    other = from_the_config(ds_config(stage), Net())
+    assert saved[1]["state"]["head.weight"]["step"] == 2
     load(other, *saved)
     assert_whole(other, *saved)
-    train(other, 1, first=2)
-    steps = {
-        n: entry["step"].item() for n, entry in whole(other)[1]["state"].items() if "step" in entry
-    }
-    assert steps == {n: 8 if in_the_second(n) else 3 for n in steps}
+    assert not other.module.head.weight.requires_grad
+
+
+def from_zero_init(config, seed):
+    """Its parameters are partitioned from the beginning."""
+    torch.manual_seed(seed)
+    deepspeed_ready()
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Net()
+    return make_engine(config, model)
+
+
+def test_a_model_that_was_built_in_partitions():
+    run_ranks(check_built_in_partitions, 2, limit_s=90)
+
+
+def check_built_in_partitions(rank, world_size):
+    engine = from_zero_init(ds_config(3), 7)
+    train(engine, 2)
+    saved = whole(engine)
+    other = from_zero_init(ds_config(3), 8)
+    load(other, *saved)
+    for subject in (engine, other):
+        train(subject, 1, first=2)
+    assert_whole(other, *whole(engine))
 
 
 class Wide(nn.Module):

@@ -1,6 +1,5 @@
 """Whole dictionaries under ZeRO: those of one process, loaded on every runtime, stage and number of ranks."""
 
-import copy
 from functools import partial
 
 import dmuon
@@ -266,34 +265,3 @@ def check_arrival(rank, world_size, folder):
         got = from_file(f"{folder}/{len(JOURNEY) - 1}")
         kinds.assert_close(got[0], want[0], TOLERANCE)
         kinds.assert_close(flat(got[1]["state"]), flat(want[1]["state"]), TOLERANCE)
-
-
-# Groups ----------------------------------------------------------------------------------------
-
-
-@by_stage
-def test_settings_are_those_of_the_dictionary(stage):
-    run_ranks(check_settings, 2, stage, limit_s=90)
-
-
-def check_settings(rank, world_size, stage):
-    """Both rates, whatever their ratio is here, and a scheduler's on the way; as under FSDP2."""
-    muon = {"lr": 0.013, "momentum": 0.9, "weight_decay": 0.1, "adamw_lr": 7e-4}
-    muon |= {"adamw_betas": (0.8, 0.99), "adamw_eps": 1e-7, "adamw_weight_decay": 0.2}
-    run = kinds.start("fsdp2", {"make_model": Net}, muon=muon)
-    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.9**step)
-    kinds.train(run, 0, 2)
-    schedule.step()
-    saved = dmuon.get_optimizer_state_dict(run.model, run.optimizer, rank0_only=False)
-    engine = make_engine(ds_config(stage, params={"lr": 0.05, "adamw_lr": 1e-5}))
-    dmuon.set_optimizer_state_dict(engine, engine.optimizer, saved)
-    dmuon.set_model_state_dict(engine, dmuon.get_model_state_dict(run.model, rank0_only=False))
-    groups = copy.deepcopy(whole(engine)[1]["param_groups"])
-    for ours, theirs in zip(groups, saved["param_groups"], strict=True):
-        given = theirs.pop("initial_lr")  # AdamW's is made of a ratio
-        assert ours.pop("initial_lr") == pytest.approx(given, rel=1e-15)
-        assert ours | {"group_name": theirs["group_name"]} == theirs
-    kinds.train(run, 2, 4)
-    train(engine, 2, first=2)
-    want = dmuon.get_model_state_dict(run.model, rank0_only=False)
-    kinds.assert_close(whole(engine)[0], want, TOLERANCE)

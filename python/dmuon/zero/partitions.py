@@ -5,6 +5,8 @@ a group, in which parameters lie one behind the other, in one tensor. Stage 3: t
 those of a group, or of a part of it, in one tensor.
 """
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -100,18 +102,20 @@ class _InParameters(Kept):
     def get(self, parameter, key=None):
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if key is None:
-            return safe_get_full_fp32_param(parameter)
-        return safe_get_full_optimizer_state(parameter, key)
+        with _as_trained(parameter):
+            if key is None:
+                return safe_get_full_fp32_param(parameter)
+            return safe_get_full_optimizer_state(parameter, key)
 
     def set(self, parameter, value, key=None):
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         mine = self._my_part(parameter, value)
-        if key is None:
-            safe_set_local_fp32_param(parameter, mine)
-        else:
-            safe_set_local_optimizer_state(parameter, mine, key)
+        with _as_trained(parameter):
+            if key is None:
+                safe_set_local_fp32_param(parameter, mine)
+            else:
+                safe_set_local_optimizer_state(parameter, mine, key)
 
     @staticmethod
     def _my_part(parameter, value: torch.Tensor) -> torch.Tensor:
@@ -120,6 +124,17 @@ class _InParameters(Kept):
         start = length * dist.get_rank(parameter.ds_process_group)
         mine = value.detach().flatten()[start : start + length]
         return F.pad(mine, (0, length - mine.numel()))
+
+
+@contextlib.contextmanager
+def _as_trained(parameter: torch.Tensor):
+    """What has been frozen since is DeepSpeed's still, but its helpers pass over it without a word."""
+    trained = parameter.requires_grad
+    parameter.requires_grad = True
+    try:
+        yield
+    finally:
+        parameter.requires_grad = trained
 
 
 class Partitions:
