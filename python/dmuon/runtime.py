@@ -289,7 +289,9 @@ class Runtime:
             value = param.layout.local_of(value, self.tp_rank)
         master = self.engine.master(param.index)
         if master is not None and _rounds_to(master, value):
-            value = master.clone()  # which has more digits, as an optimizer's state dict has loaded it
+            value = (
+                master.clone()
+            )  # which has more digits, as an optimizer's state dict has loaded it
         self.engine.set_value(param.index, value)
 
     def spread_values(self) -> None:
