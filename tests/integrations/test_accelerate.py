@@ -86,7 +86,13 @@ def only_on_rank_0():
     return model
 
 
-@pytest.mark.parametrize("put", [by_hand, by_plugin, by_plugin_from_rank_0])
+def by_plugin_with_checkpointing(**options):
+    return by_plugin(plugin={"activation_checkpointing": True}, **options)
+
+
+@pytest.mark.parametrize(
+    "put", [by_hand, by_plugin, by_plugin_from_rank_0, by_plugin_with_checkpointing]
+)
 def test_accelerate(put, tmp_path):
     run_ranks(check_accelerate, 2, put, str(tmp_path), limit_s=90)
 
@@ -184,13 +190,29 @@ def check_refusals(rank, world_size):
     integration.prepare(accelerator, model, projections)
 
 
-def test_float16_and_a_mesh_of_accelerates():
-    run_ranks(check_float16, 2, limit_s=90)
+def test_what_the_plugin_cannot_have():
+    run_ranks(check_plugins, 2, limit_s=90)
 
 
-def check_float16(rank, world_size):
+def check_plugins(rank, world_size):
+    trainer_ready()
+    from accelerate import Accelerator
+
+    def refused(accelerator, *words):
+        call = lambda: integration.prepare(accelerator, seeded_llama(), projections)  # noqa: E731
+        assert_all_raise(call, "ValueError", *words)
+
+    refused(with_fsdp2({"cpu_offload": True}), "cpu_offload")
     trainer_ready()
     accelerator = with_fsdp2()
     accelerator.state._mixed_precision = "fp16"  # which it refuses itself on a CPU
-    call = lambda: integration.prepare(accelerator, seeded_llama(), projections)  # noqa: E731
+    refused(accelerator, "fp16", "'bf16'")
+    trainer_ready()
+    accelerator = with_fsdp2()
+    accelerator.state.parallelism_config = object()
+    refused(accelerator, "parallelism_config", "yourself")
+    trainer_ready()
+    plain, model = Accelerator(cpu=True), hand_wrapped()
+    plain.state._mixed_precision = "fp16"
+    call = lambda: plain.prepare(model, dmuon.Muon(model))  # noqa: E731
     assert_all_raise(call, "ValueError", "fp16", "'bf16'")

@@ -3,6 +3,7 @@
 import os
 
 import dmuon
+import pytest
 import torch
 from dmuon.integrations import hf, seams
 
@@ -50,10 +51,18 @@ def check_setups(rank, world_size, folder):
     half = seeded_llama()
     dmuon.dedicate_params(half, cpu_mesh(world_size), projections)
     refused(with_optimizer(folder, half, dmuon.Muon(half)), "Call fully_shard")
+    meta = hand_wrapped(on_meta())
+    call = lambda: make_trainer(None, folder, meta)  # noqa: E731
+    assert_all_raise(call, "ValueError", "is on meta, and Trainer runs on cpu", "Move it")
     fine = with_optimizer(folder, model, optimizer, max_steps=1)
     hf.attach(fine)
     hf.attach(fine)
     fine.train()
+
+
+def on_meta():
+    with torch.device("meta"):
+        return seeded_llama()
 
 
 def with_optimizer(folder, model, optimizer, **changes):
@@ -89,35 +98,26 @@ def check_processes(rank, world_size, folder):
     assert_all_raise(trainer.train, "ValueError", "counts 1 processes", "use_cpu=True")
 
 
-def test_versions_that_dmuon_does_not_know():
-    (printed,) = run_fresh(UNKNOWN, 1)
-    assert "dmuon relies on Trainer._save, which transformers" in printed
-    assert "does not have; tested: transformers 5.24" in printed
-    assert "dmuon relies on Trainer._load_best_model" in printed and "does not call" in printed
-
-
-UNKNOWN = """
-import dmuon, transformers
-from dmuon.integrations import hf, seams
-
-class Trainer:
-    def save_model(self): pass
-
-Trainer.__module__ = "transformers.trainer"
-for name in [*hf.PUBLIC, *hf.PRIVATE]:
-    setattr(Trainer, name, lambda self: None)
-del Trainer._save
-Trainer.others = lambda self: [self._has_mixed_mesh_grads(), self._move_model_to_device(), self._load_from_checkpoint(),
-    self._save_optimizer_and_scheduler(), self._load_optimizer_and_scheduler()]
-for once in range(2):
-    seams.wrap(Trainer, hf.PUBLIC, hf.PRIVATE)
-    try:
-        seams.check()
-    except RuntimeError as error:
-        print(error)
-    Trainer._save = Trainer.again = lambda self: self._save()
-    seams._lost.clear()
-"""
+def test_versions_that_dmuon_does_not_know(monkeypatch):
+    """A method that is gone, and one that nobody calls any more."""
+    monkeypatch.setattr(seams, "_originals", {})
+    monkeypatch.setattr(seams, "_lost", {})
+    known = {name: lambda self: None for name in (*hf.PUBLIC, *hf.PRIVATE) if name != "_save"}
+    methods = [f"self.{name}()" for name in hf.PRIVATE if name != "_load_best_model"]
+    known["train"] = eval(f"lambda self: [{', '.join(methods)}]")
+    for more, says in (
+        ({}, "does not have; tested: transformers 5.24"),
+        (
+            {"_save": lambda self: None},
+            "dmuon relies on Trainer._load_best_model, which transformers",
+        ),
+    ):
+        trainer = type("Trainer", (), {"__module__": "transformers.trainer", **known, **more})
+        seams._lost.clear()
+        seams.wrap(trainer, hf.PUBLIC, hf.PRIVATE)
+        with pytest.raises(RuntimeError, match="Install that version") as error:
+            seams.check()
+        assert says in str(error.value)
 
 
 def test_nothing_heavy_is_imported_with_dmuon():

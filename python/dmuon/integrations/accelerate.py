@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dmuon.agreement import from_first_rank, together
 from dmuon.control import clip_dedicated, no_sync
@@ -83,9 +84,11 @@ def _check_preparable(accelerator, model) -> None:
             "FullyShardedDataParallelPlugin(fsdp_version=2); or call dedicate_params, fully_shard and dmuon.Muon "
             "yourself, and accelerator.prepare(model, optimizer)."
         )
-    if accelerator.mixed_precision == "fp16":
+    _check_precision(accelerator)
+    if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
-            "mixed_precision is 'fp16', whose loss scaling sees only this rank's part of the gradients. Use 'bf16'."
+            "this FSDP2 plugin has cpu_offload, and dedicated matrices stay where their Newton-Schulz runs. Leave it "
+            "out: their weights and momenta lie on one rank each."
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError(
@@ -96,6 +99,13 @@ def _check_preparable(accelerator, model) -> None:
         raise ValueError(
             "dedicate_params was called on this model already. Give prepare the model as it is built: it calls "
             "dedicate_params and fully_shard."
+        )
+
+
+def _check_precision(accelerator) -> None:
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError(
+            "mixed_precision is 'fp16', whose loss scaling sees only this rank's part of the gradients. Use 'bf16'."
         )
 
 
@@ -124,8 +134,10 @@ def _dedicate_on_meta(model: nn.Module, mesh, predicate, dedicate: dict) -> dict
 
 def _shard(accelerator, model):
     """By the plugin. It wants an optimizer whose parameters it can follow; ours is made of sharded ones."""
+    from accelerate import Accelerator
+
     stand_in = torch.optim.SGD(model.parameters(), lr=0.0)
-    return seams.original(type(accelerator), "prepare")(accelerator, model, stand_in)
+    return seams.original(Accelerator, "prepare")(accelerator, model, stand_in)
 
 
 def _materialise(model: nn.Module, values: dict, device) -> None:
@@ -158,6 +170,7 @@ def _prepare_model(original, self, model, device_placement=None, evaluation_mode
     seams.check()
     seams.check_sharded(model, runtime)
     _check_processes(self)
+    _check_precision(self)
     by_ddp = runtime.resident and runtime.replicas is None
     if by_ddp:
         return original(self, model, device_placement, evaluation_mode)
@@ -182,10 +195,9 @@ def _no_sync(original, self, model):
 def _clip_grad_norm_(original, self, parameters, max_norm, norm_type=2):
     """One norm of all gradients, instead of one for each mesh and one of what lies on this rank."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not any(hasattr(p, "_dedicated_owner_rank") for p in given) or self.scaler is not None:
+    if not any(hasattr(p, "_dedicated_owner_rank") for p in given):
         return original(self, given, max_norm, norm_type)
-    norm = clip_dedicated(given, max_norm, norm_type, False)
-    return original(self, given, max_norm, norm_type) if norm is None else norm
+    return clip_dedicated(given, max_norm, norm_type, False)
 
 
 def _get_state_dict(original, self, model, unwrap=True):

@@ -115,10 +115,10 @@ def _move_model_to_device(original, self, model, device):
     """Placement is FSDP2's and dmuon's, before Trainer has the model."""
     if seams.runtime_here(model) is None:
         return original(self, model, device)
-    there = {p.device.type for p in model.parameters()}
-    if there != {torch.device(device).type}:
+    there, wanted = {p.device.type for p in model.parameters()}, torch.device(device).type
+    if there != {wanted}:
         raise ValueError(
-            f"this {type(model).__name__} is on {', '.join(sorted(there))}, and Trainer runs on {device}. Move it "
+            f"this {type(model).__name__} is on {', '.join(sorted(there))}, and Trainer runs on {wanted}. Move it "
             "there before dedicate_params, with a mesh of that device."
         )
 
