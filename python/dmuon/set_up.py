@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon import _C, checkpoint, fsdp2
+from dmuon import _C, checkpoint, fsdp2, reads
 from dmuon.agreement import raise_everywhere
 from dmuon.axes import Axes, find_axes, with_ranks
 from dmuon.boundaries import Boundaries
@@ -232,6 +232,8 @@ def _install(model, axes: Axes, chosen, plan, control, settings: Settings, front
         runtime.boundary_hooks.append(Boundary(runtime, index, path, modules[path], params))
     checkpoint.install_hooks(runtime)
     register(model, runtime)
+    if runtime.resident:
+        reads.install()
     return runtime
 
 

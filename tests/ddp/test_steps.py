@@ -1,7 +1,11 @@
 """The moments of a step, and what it costs: calls of Newton-Schulz, bytes."""
 
+import copy
+from functools import partial
+
 import dmuon
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support.ddp import BOTH, assert_replicas_equal, by_both, check_ddp, setup_ddp, wrapped
 from tests.support.meshes import SQUARE, flat, on, run_on
@@ -41,9 +45,19 @@ def check_readers(rank, layout):
 
 def read_after_each_step(layout, asynchronous):
     run = setup_ddp(layout, muon={"lr": 0.5, "replicate_async": asynchronous}, **subject(layout))
-    return read_between_steps(
-        run, (evaluated, saved, local_state, stepped_again, waited, evaluated)
-    )
+    average = AveragedModel(run.model, avg_fn=lambda average, mine, count: (average + mine) / 2)
+    readers = (evaluated, saved, local_state, copied, stepped_again, waited)
+    return read_between_steps(run, (*readers, partial(averaged, average), copied, evaluated))
+
+
+def copied(run, x):
+    run.optimizer.zero_grad()  # torch cannot copy a DTensor whose local tensor is a view, as these gradients are
+    return cloned(copy.deepcopy(run.model).state_dict())
+
+
+def averaged(average, run, x):
+    average.update_parameters(run.model)
+    return cloned(dict(average.module.named_parameters()))
 
 
 def evaluated(run, x):
