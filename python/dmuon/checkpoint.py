@@ -16,6 +16,19 @@ from dmuon.hooks import name_of_nothing, nothing
 from dmuon.tensor_parallel import local_part, wrap_like
 
 _QUIET = ("detach", "alias")
+# They change shape or dtype, or put parts together: no numbers are needed for it.
+_MOVES = {
+    "view",
+    "_unsafe_view",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "permute",
+    "transpose",
+    "t",
+}
+_MOVES |= {"unsqueeze", "squeeze", "cat", "stack", "clone", "_to_copy"}
 
 
 def asked_by_torch_distributed() -> bool:
@@ -42,11 +55,30 @@ class OwnedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        owned = next(a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, OwnedTensor))
-        name, dtype = func.__name__.split(".")[0], (kwargs or {}).get("dtype", owned.dtype)
-        if name in _QUIET or (name == "_to_copy" and dtype in (None, owned.dtype)):
-            return owned  # moving it to another device moves nothing
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        owned = next(a for a in tensors if isinstance(a, OwnedTensor))
+        name = func.__name__.split(".")[0]
+        if name in _QUIET:
+            return owned
+        if all(isinstance(a, OwnedTensor) for a in tensors):
+            if name in _MOVES:
+                return owned._moved(func, args, kwargs or {})
+            if name == "copy_" and args[0].shape == args[1].shape:
+                return args[0]
         raise owned._refusal()
+
+    def _moved(self, func, args, kwargs):
+        """What ``func`` would make of the values, without any: of the same parameter and owner."""
+        device = kwargs.pop("device", None) or self.device
+
+        def on_meta(a: torch.Tensor) -> torch.Tensor:
+            return torch.empty(a.shape, dtype=a.dtype, device="meta")
+
+        def owned(a: torch.Tensor) -> OwnedTensor:
+            return OwnedTensor(a.shape, a.dtype, device, self._dmuon_name, self._dmuon_owner)
+
+        args, kwargs = pytree.tree_map_only(OwnedTensor, on_meta, (args, kwargs))
+        return pytree.tree_map_only(torch.Tensor, owned, func(*args, **kwargs))
 
     def _refusal(self) -> RuntimeError:
         return RuntimeError(
@@ -94,9 +126,6 @@ class OwnedTensor(torch.Tensor):
         raise self._refusal()
 
     def __reduce_ex__(self, protocol):
-        raise self._refusal()
-
-    def contiguous(self, *args, **kwargs):
         raise self._refusal()
 
     def tolist(self):

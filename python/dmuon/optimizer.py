@@ -222,10 +222,14 @@ class Muon(torch.optim.Optimizer):
 
     def fill_state(self) -> None:
         """AdamW's state of every parameter that has none yet, as its first step would find it."""
+        fused = {
+            id(p) for group in self.param_groups if group.get("fused") for p in group["params"]
+        }
         for p in self._symmetric_parameters:
             if p.requires_grad and not self.state.get(p):
                 zeros = [torch.zeros_like(p, memory_format=torch.preserve_format) for _ in range(2)]
-                step = torch.zeros((), dtype=torch.float32)
+                device = p.device if id(p) in fused else None  # where torch's fused kernel reads it
+                step = torch.zeros((), dtype=torch.float32, device=device)
                 self.state[p] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
     def state_was_loaded(self) -> None:
