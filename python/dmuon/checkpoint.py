@@ -16,19 +16,9 @@ from dmuon.hooks import name_of_nothing, nothing
 from dmuon.tensor_parallel import local_part, wrap_like
 
 _QUIET = ("detach", "alias")
-# They change shape or dtype, or put parts together: no numbers are needed for it.
-_MOVES = {
-    "view",
-    "_unsafe_view",
-    "slice",
-    "select",
-    "split",
-    "split_with_sizes",
-    "permute",
-    "transpose",
-    "t",
-}
-_MOVES |= {"unsqueeze", "squeeze", "cat", "stack", "clone", "_to_copy"}
+# They rearrange: no numbers are needed for it.
+_MOVES = {"view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "cat"}
+_MOVES |= {"permute", "transpose", "t", "unsqueeze", "squeeze"}
 
 
 def asked_by_torch_distributed() -> bool:
@@ -68,17 +58,23 @@ class OwnedTensor(torch.Tensor):
         raise owned._refusal()
 
     def _moved(self, func, args, kwargs):
-        """What ``func`` would make of the values, without any: of the same parameter and owner."""
-        device = kwargs.pop("device", None) or self.device
+        """What ``func`` would make of the values, without any."""
 
         def on_meta(a: torch.Tensor) -> torch.Tensor:
             return torch.empty(a.shape, dtype=a.dtype, device="meta")
 
-        def owned(a: torch.Tensor) -> OwnedTensor:
-            return OwnedTensor(a.shape, a.dtype, device, self._dmuon_name, self._dmuon_owner)
-
         args, kwargs = pytree.tree_map_only(OwnedTensor, on_meta, (args, kwargs))
-        return pytree.tree_map_only(torch.Tensor, owned, func(*args, **kwargs))
+        made = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, lambda a: self._like(a.shape, a.dtype), made)
+
+    def _like(self, shape, dtype, device=None) -> "OwnedTensor":
+        """Of the same parameter and owner."""
+        return OwnedTensor(shape, dtype, device or self.device, self._dmuon_name, self._dmuon_owner)
+
+    def to(self, *args, **kwargs) -> "OwnedTensor":
+        """Has no values either: exporters change the dtype of everything, and then write."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return self._like(self.shape, dtype or self.dtype, device)
 
     def _refusal(self) -> RuntimeError:
         return RuntimeError(

@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.support.titan import ROWS, STEPS, Trained, assert_as_one_process, config, run_titan
+from tests.support.titan import (
+    ROWS,
+    STEPS,
+    Trained,
+    assert_as_one_process,
+    config,
+    run_titan,
+    titan,
+)
 from tests.support.weights import assert_same, full_weights
 
 if importlib.util.find_spec("torchtitan") is None:
@@ -78,6 +86,7 @@ def check_keys(folder):
 
 
 def saving(folder, mode, parallelism, *, debug=None, **checkpoint):
+    titan()
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.config.configs import DebugConfig
 
