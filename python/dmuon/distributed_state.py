@@ -105,10 +105,12 @@ def _masters(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 def _of_model(runtime: Runtime, masters: Mapping) -> dict[str, torch.Tensor]:
     """In the order of the module's own."""
-    return {
+    state = {
         clean(key): masters.get(clean(key), value)
         for key, value in runtime.model().state_dict().items()
     }
+    # Hooks of the model's own may give a weight other names.
+    return state | {name: master for name, master in masters.items() if name not in state}
 
 
 def _master(param) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from dmuon.checkpoint import from_owner
+from dmuon.checkpoint import OwnedTensor, from_owner
 from dmuon.extra_state import extra_states, snapshot_of
 from dmuon.given import Source, misfits
 from dmuon.names import clean
@@ -38,7 +40,11 @@ def get_model_state_dict(
     held = _model_tensors(runtime)
     whole: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}  # name of each tensor: a tied one has several
-    for key, value in runtime.model().state_dict().items():
+    state = runtime.model().state_dict()
+    made = {k: v for k, v in state.items() if clean(k) not in held and clean(k) not in extras}
+    if made:  # by hooks of the model's own, such as parts of a fused weight
+        state |= gather_owned(made, runtime.control, runtime.job_group)
+    for key, value in state.items():
         name = clean(key)
         if name in extras:
             whole[name] = snapshot_of(value)
@@ -51,6 +57,33 @@ def get_model_state_dict(
         value = _master(dedicated[name]) if name in dedicated else runtime.front.whole(mine)
         whole[name] = snapshot(value, cpu_offload) if receives else None
     return whole if receives else {}
+
+
+def gather_owned(state: Mapping, control=None, group=None) -> dict[str, torch.Tensor]:
+    """Of a state dict: what is an ``OwnedTensor`` on some rank, whole on every rank. Collective.
+
+    Args:
+        control: for objects, ``group`` for tensors; both of the same ranks, by default all.
+    """
+    mine = {
+        key: (value._dmuon_owner, value.shape, value.dtype)
+        for key, value in state.items()
+        if isinstance(value, OwnedTensor)
+    }
+    everyone: list[dict] = [{}] * dist.get_world_size(control)
+    dist.all_gather_object(everyone, mine, group=control)
+    gathered = {}
+    for key, (owner, shape, dtype) in sorted(
+        {k: v for m in everyone for k, v in m.items()}.items()
+    ):
+        held = state[key]
+        if isinstance(held, DTensor):
+            held = held.full_tensor()
+        if isinstance(held, OwnedTensor):
+            held = torch.empty(shape, dtype=dtype, device=held.device)
+        gathered[key] = held.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(gathered[key], src=owner, group=group)
+    return gathered
 
 
 def _master(param) -> torch.Tensor:

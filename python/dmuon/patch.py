@@ -44,7 +44,7 @@ def install_patch() -> None:
     Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
     ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
     public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_``,
-    ``parallelize_module``, ``GradScaler.unscale_``, and the constructor and ``no_sync`` of
+    ``clip_grads_with_norm_``, ``parallelize_module``, ``GradScaler.unscale_``, and the constructor and ``no_sync`` of
     ``DistributedDataParallel``; and, once they are imported, ``deepspeed.initialize`` and methods of
     ``accelerate.Accelerator`` and ``transformers.Trainer``.
     """
@@ -71,6 +71,9 @@ def install_patch() -> None:
     _patch(DistributedDataParallel, "no_sync", _wrap_no_sync(DistributedDataParallel.no_sync))
     _patch(DistributedDataParallel, "__init__", _wrap_ddp(DistributedDataParallel.__init__))
     _patch(torch.amp.GradScaler, "unscale_", _wrap_unscale(torch.amp.GradScaler.unscale_))
+    scaling = torch.nn.utils.clip_grads_with_norm_
+    _originals["clip_grads_with_norm_"] = scaling
+    _rebind(scaling, _wrap_scaling(scaling))
     _originals["parallelize_module"] = parallel.parallelize_module
     _rebind(parallel.parallelize_module, _wrap_parallelize(parallel.parallelize_module))
     _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
@@ -87,6 +90,7 @@ def uninstall_patch() -> None:
     for name in ("fully_shard", "register_fsdp_forward_method"):
         _rebind(getattr(public, name), _originals[name])
     _rebind(clip_grad.clip_grad_norm_, _originals["clip_grad_norm_"])
+    _rebind(torch.nn.utils.clip_grads_with_norm_, _originals["clip_grads_with_norm_"])
     _rebind(parallel.parallelize_module, _originals["parallelize_module"])
     if "default" in _originals:
         defaults = _originals["fully_shard"].__wrapped__.__kwdefaults__
@@ -136,7 +140,7 @@ def _wrap_setter(name: str, field: str):
     @functools.wraps(original)
     def setter(self, value, *args, **kwargs):
         original(self, value, *args, **kwargs)
-        recurse = kwargs.get("recurse", args[0] if args else True)
+        recurse = kwargs.get("recurse", args[0] if args else name != "set_gradient_divide_factor")
         if name == "set_requires_gradient_sync":
             for module in self.modules() if recurse else [self]:
                 _gradient_sync[module] = value
@@ -212,6 +216,23 @@ def _wrap_clip(original):
         return norm
 
     return clip_grad_norm_
+
+
+def _wrap_scaling(original):
+    """The second half of clipping: who does the halves apart has a norm without dedicated gradients."""
+
+    @functools.wraps(original)
+    def clip_grads_with_norm_(parameters, *args, **kwargs):
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(hasattr(p, "_dedicated_owner_rank") for p in given):
+            raise ValueError(
+                "clip_grads_with_norm_ was given dedicated parameters, whose gradients lie on their owners: "
+                "get_total_norm has not seen them. Call dmuon.clip_grad_norm_(optimizer, max_norm), or "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."
+            )
+        return original(given, *args, **kwargs)
+
+    return clip_grads_with_norm_
 
 
 def _wrap_unscale(original):

@@ -268,3 +268,21 @@ def check_global_hooks(rank, world_size):
     run.train(0)
     handle.remove()
     assert seen == ["Muon"]
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_clipping_in_two_halves_is_refused(world_size):
+    run_ranks(check_halves, world_size)
+
+
+def check_halves(rank, world_size):
+    """The norm of the first half has seen the gradients of this rank's own matrices alone."""
+    run = setup(world_size)
+    run.loss(0, rank).backward()
+    parameters = list(run.model.parameters())
+    assert_all_raise(
+        lambda: nn.utils.clip_grads_with_norm_(parameters, 1.0, torch.tensor(2.0)),
+        "ValueError",
+        "get_total_norm",
+        "dmuon.clip_grad_norm_(optimizer, max_norm)",
+    )

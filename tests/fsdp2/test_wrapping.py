@@ -207,6 +207,34 @@ def summed_gradients(run):
         run.step()
 
 
+@pytest.mark.parametrize("world_size", [2])
+def test_gradient_divide_factor_of_the_root_is_not_that_of_its_blocks(world_size):
+    run_ranks(check_root_factor, world_size)
+
+
+def check_root_factor(rank, world_size):
+    """As in FSDP2, whose setter does not recurse; the clipping norm shows it."""
+    check_parity(rank, world_size, summed_outside_of_blocks, prepare=sum_gradients_of_root)
+
+
+def sum_gradients_of_root(run):
+    if run.managed:
+        run.model.set_gradient_divide_factor(1.0)
+        set_on_all(run.model, "set_force_sum_reduction_for_comms", True)
+
+
+def summed_outside_of_blocks(run):
+    for step in range(3):
+        for rank in run.ranks:
+            run.loss(step, rank).backward()
+        if not run.managed:
+            for name, p in run.model.named_parameters():
+                if "blocks" not in name:
+                    p.grad *= run.world_size
+        run.losses.append(float(run.clip(0.5)))
+        run.step()
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradient_sync_flag(world_size):
     run_ranks(check_gradient_sync, world_size)

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from dmuon.checkpoint import OwnedTensor
 from dmuon.control import clip_dedicated
+from dmuon.full_state import gather_owned
 
 TESTED = "0.3.0"
 
@@ -132,6 +130,12 @@ def refuse(parallel_dims, *, training, parallelism, **_) -> None:
             f"{_UNDER} take tensor parallelism from DTensors over its axis alone. Set "
             "parallelism.spmd_backend to 'partial_dtensor'."
         )
+    if training.dtype != "float32":
+        raise ValueError(
+            f"training.dtype is {training.dtype!r}; masters of dedicated weights are float32, and a checkpoint in "
+            "torchtitan's format would lose their digits. Set it to 'float32'; mixed_precision_param may stay "
+            "'bfloat16'."
+        )
     if not training.disable_cuda_graphs:
         raise ValueError(
             "training.disable_cuda_graphs is False; the communication of dedicated weights cannot be "
@@ -152,30 +156,8 @@ def gathering(adapter: type | None) -> type | None:
         return None
 
     class Gathering(adapter):
+        @torch.no_grad()
         def to_hf(self, state_dict: dict) -> dict:
-            return super().to_hf(_whole(state_dict))
+            return super().to_hf({**state_dict, **gather_owned(state_dict)})
 
     return functools.update_wrapper(Gathering, adapter, updated=())
-
-
-@torch.no_grad()
-def _whole(state_dict: dict) -> dict:
-    """Every dedicated weight, on every rank. Collective over the job."""
-    mine = {
-        key: (value._dmuon_owner, value.shape, value.dtype)
-        for key, value in state_dict.items()
-        if isinstance(value, OwnedTensor)
-    }
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    elsewhere = {key: where for rank in everyone for key, where in rank.items()}
-    whole = dict(state_dict)
-    for key, (owner, shape, dtype) in sorted(elsewhere.items()):
-        held = state_dict[key]
-        if isinstance(held, DTensor):
-            held = held.full_tensor()
-        if isinstance(held, OwnedTensor):
-            held = torch.empty(shape, dtype=dtype, device=held.device)
-        whole[key] = held.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(whole[key], src=owner)
-    return whole
