@@ -25,13 +25,24 @@ class Boundary:
         )
         self.enter, self.leave = self._hook.enter, self._hook.leave
         self.refresh()
+        self._resident = runtime.resident
+        self.handles = self._register(module)
+
+    def move_to(self, module: nn.Module) -> None:
+        """A wrapper around the module, whose call is compiled as a whole: hooks inside would be traced."""
+        for handle in self.handles:
+            handle.remove()
+        self.module = weakref.ref(module)
+        self.handles = self._register(module, prepend=True)  # before those of fully_shard, as ever
+
+    def _register(self, module: nn.Module, *, prepend: bool = False) -> list:
         pre, post = _PreHook(self._hook), _PostHook(self._hook)
-        pre.path = post.path = path
-        pre.resident = post.resident = runtime.resident
-        self.handles = [
+        pre.path = post.path = self.path
+        pre.resident = post.resident = self._resident
+        return [
             module.register_forward_pre_hook(pre),
-            module.register_forward_hook(post, always_call=True),
-            *_cast_hooks(module, params),
+            module.register_forward_hook(post, always_call=True, prepend=prepend),
+            *_cast_hooks(module, self.params),
         ]
 
     def refresh(self) -> None:

@@ -59,6 +59,26 @@ def check_training(rank, world_size, parallelism, accumulate):
     assert_as_one_process(trained, ranks=shares, accumulate=accumulate)
 
 
+def test_compiled_blocks_under_activation_checkpointing():
+    run_titan(check_compiled, 2, limit_s=120.0)
+
+
+def check_compiled(rank, world_size):
+    """Each block as one graph, the checkpoint's wrapper included; a graph break would raise."""
+    titan()
+    from torchtitan.config import CompileConfig
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = CompileConfig(enable=True, backend="eager", components=["model"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "0")  # on_cpu switches it off
+        trained = Trained(config(compile=options)).train()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 0, "nothing was compiled"
+    assert_as_one_process(trained, ranks=2)
+
+
 def test_the_output_head_under_the_loss_in_chunks():
     run_titan(check_head, 2)
 

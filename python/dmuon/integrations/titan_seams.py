@@ -7,10 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.control import clip_dedicated
 from dmuon.full_state import gather_owned
+from dmuon.runtime import Runtime
 
 TESTED = "0.3.0"
 
@@ -106,6 +108,19 @@ def after_call(model: nn.Module, name: str, then: Callable[[], None]) -> None:
         return result
 
     model.__dict__[name] = method_and_then
+
+
+def hook_checkpoint_wrappers(runtime: Runtime) -> None:
+    """Activation checkpointing has wrapped blocks, and compilation takes the wrapper's call as one graph."""
+    wrappers = {
+        id(m._checkpoint_wrapped_module): m
+        for m in runtime.model().modules()
+        if isinstance(m, CheckpointWrapper)
+    }
+    for boundary in runtime.boundary_hooks:
+        wrapper = wrappers.get(id(boundary.module()))
+        if wrapper is not None:
+            boundary.move_to(wrapper)
 
 
 def shard_mesh(parallel_dims) -> DeviceMesh:

@@ -82,8 +82,10 @@ class _Parallelize:
         else:
             seams.after_call(model, "parallelize", dedicate_now)
         result = self._original(model, parallel_dims=parallel_dims, **config)
-        if runtime_of(model, optional=True) is None:
+        runtime = runtime_of(model, optional=True)
+        if runtime is None:
             raise seams.missing("Module.parallelize, called by parallelize_fn before fully_shard")
+        seams.hook_checkpoint_wrappers(runtime)
         return result
 
 
