@@ -1,4 +1,4 @@
-# ruff: noqa: E402, I001, B007 (the listing as written)
+# ruff: noqa: B007 (the listing as written)
 """torchtitan's parallelize function, by hand.
 
     torchrun --nproc-per-node 2 examples/spec/torchtitan_dmuon.py

@@ -21,13 +21,15 @@ _OURS = ("mesh", "replicate_mesh", "reshard_after_forward", "independent_dims", 
 
 
 def dedicate(spec: "seams.ModelSpec", predicate: Predicate, **options) -> "seams.ModelSpec":
-    """A copy of a torchtitan ``ModelSpec`` whose model has dedicated parameters. Use it with ``DMuon``.
+    """A copy of a torchtitan ``ModelSpec`` whose model has dedicated parameters. Use it with ``DMuon``. Local; the
+    ``parallelize_fn`` that it holds is collective.
 
     Its ``parallelize_fn`` calls ``dmuon.dedicate_params`` after tensor parallelism and before activation
     checkpointing, compilation and ``fully_shard``; the meshes are those of ``ParallelDims``. torchtitan's
     ``clip_grad_norm_`` counts dedicated gradients from here on.
 
     Args:
+        spec: of the model, such as ``config.model_spec``.
         predicate: ``(name, parameter) -> bool``; names are torchtitan's, without wrappers:
             ``layers.0.attention.wo.weight``.
         options: further keywords of ``dmuon.dedicate_params``.
@@ -107,16 +109,26 @@ class _AfterOptimizers:
 
 
 class DMuonContainer(seams.OptimizersContainer):
-    """torchtitan's container with one ``dmuon.Muon`` in it, which trains the whole model."""
+    """torchtitan's container with one ``dmuon.Muon`` in it, which trains the whole model. torchtitan makes it
+    from ``DMuon(...)``. Collective, as ``dmuon.Muon`` is.
+
+    Args:
+        config: what ``DMuon(...)`` gives.
+        model_parts: the model; one, since pipelines are refused.
+
+    Raises:
+        ValueError: on all ranks: the model was not given to ``dedicate``; a setting that dmuon cannot have.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(seams.OptimizersContainer.Config):
-        """The keywords of ``dmuon.Muon``.
+        """What goes into ``config.optimizer``: the keywords of ``dmuon.Muon``. Local.
 
-        ``param_groups``: torchtitan's ``ParamGroupConfig`` with ``optimizer_name="DMuon"``; ``optimizer_kwargs``
-        are the keys of ``dmuon.Muon``'s groups (``muon_lr``, ``adamw_weight_decay``, ...). The first pattern
-        that matches wins; parameters that none matches are trained with the settings here.
-        ``implementation``: of the AdamW part.
+        Args:
+            param_groups: torchtitan's ``ParamGroupConfig`` with ``optimizer_name="DMuon"``; ``optimizer_kwargs``
+                are the keys of ``dmuon.Muon``'s groups (``muon_lr``, ``adamw_weight_decay``, ...). The first pattern
+                that matches wins; parameters that none matches are trained with the settings here.
+            implementation: of the AdamW part: ``"fused"``, ``"foreach"``, ``"for-loop"``.
         """
 
         lr: float = 0.02
