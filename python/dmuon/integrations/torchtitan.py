@@ -122,13 +122,18 @@ class DMuonContainer(seams.OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(seams.OptimizersContainer.Config):
-        """What goes into ``config.optimizer``: the keywords of ``dmuon.Muon``. Local.
+        """What goes into ``config.optimizer``. Local.
 
         Args:
             param_groups: torchtitan's ``ParamGroupConfig`` with ``optimizer_name="DMuon"``; ``optimizer_kwargs``
                 are the keys of ``dmuon.Muon``'s groups (``muon_lr``, ``adamw_weight_decay``, ...). The first pattern
                 that matches wins; parameters that none matches are trained with the settings here.
             implementation: of the AdamW part: ``"fused"``, ``"foreach"``, ``"for-loop"``.
+            optimizer_factory_kwargs_by_name: refused: the keywords here are the settings.
+            lr, momentum, weight_decay, ns_steps, ns_backend, nesterov, adjust_lr, nonfinite, replicate_async: as
+                ``dmuon.Muon``'s.
+            adamw_lr, adamw_betas, adamw_weight_decay, adamw_eps, tp_distributed_gram, tp_distributed_gram_policy: as
+                ``dmuon.Muon``'s.
         """
 
         lr: float = 0.02
