@@ -22,12 +22,12 @@ import dmuon
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 model = build_model(config)
 
-# 在 torchtitan 包装模型之前应用 DMuon
+# before torchtitan wraps the model
 dmuon.dedicate_params(
     model, mesh["dp"],
     predicate=lambda n, p: p.ndim == 2 and "proj" in n,
 )
-parallelize_model(model, mesh, config)   # torchtitan 在这里调用 fully_shard + TP
+parallelize_model(model, mesh, config)   # torchtitan calls fully_shard and TP here
 
 optimizer = dmuon.Muon(model, lr=config.lr, adamw_lr=config.adamw_lr)
 
