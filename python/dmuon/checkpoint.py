@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from dmuon.hooks import name_of_nothing, nothing
-from dmuon.tensor_parallel import local_part, wrap_like
+from dmuon.tensor_parallel import wrap_like
 
 _QUIET = ("detach", "alias")
 # They rearrange: no numbers are needed for it.
@@ -282,19 +282,3 @@ def _broadcast(
     if sent.numel():
         dist.broadcast(sent, src=src, group=param.runtime.job_group)
     return sent
-
-
-def my_part(param, key: str, value: torch.Tensor) -> torch.Tensor:
-    """Of optimizer state: what lies here of it."""
-    if isinstance(value, DTensor):
-        return local_part(value)
-    if in_shards(param, key):
-        return param.layout.local_of(value, param.runtime.tp_rank)
-    return value
-
-
-def in_shards(param, key: str) -> bool:
-    """AdamW's state of a weight that is cut lies as the weight does; momentum whole, on the TP owner,
-    unless gradients stay in shards."""
-    elementwise = param.route == "adamw" or param.in_shards
-    return param.shard_dim is not None and elementwise and key != "step"

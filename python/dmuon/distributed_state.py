@@ -7,10 +7,12 @@ from torch import nn
 
 from dmuon import _C
 from dmuon.agreement import on_every_rank
-from dmuon.checkpoint import OwnedTensor, in_shards, master_dtype, owned_tensor
+from dmuon.checkpoint import OwnedTensor, master_dtype, owned_tensor
+from dmuon.dedicated_state import in_shards, state_shapes
+from dmuon.engine_optimizer import optimizer_of
 from dmuon.extra_state import extra_states
 from dmuon.names import clean
-from dmuon.optimizer import Muon, optimizer_of, state_shapes
+from dmuon.optimizer import Muon
 from dmuon.pieces import Pieces
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.states import put

@@ -7,11 +7,13 @@ from torch import nn
 
 from dmuon import _C
 from dmuon.agreement import on_every_rank
-from dmuon.checkpoint import from_owner, master_dtype, my_part
+from dmuon.checkpoint import from_owner, master_dtype
+from dmuon.dedicated_state import in_shards, my_part, state_shapes
+from dmuon.engine_optimizer import optimizer_of
 from dmuon.errors import listed
 from dmuon.full_state import snapshot
 from dmuon.given import Source, misfits
-from dmuon.optimizer import Muon, in_shards, optimizer_of, state_shapes
+from dmuon.optimizer import Muon
 from dmuon.param_groups import check_settings
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.states import MASTER, NOT_SETTINGS, PLACING, MuonStates, plain

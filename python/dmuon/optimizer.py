@@ -1,7 +1,7 @@
 """``dmuon.Muon``: the optimizer of a model with dedicated parameters."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,22 +10,18 @@ from torch.distributed.tensor import DTensor
 from dmuon import _C
 from dmuon.adamw import SymmetricAdamW
 from dmuon.agreement import raise_everywhere
-from dmuon.checkpoint import OwnedTensor, as_parameter, in_shards, my_part, owned_tensor
+from dmuon.checkpoint import OwnedTensor, owned_tensor
+from dmuon.dedicated_state import as_whole, check_state, my_part, shown_master, state_shapes
+from dmuon.engine_optimizer import ADJUST_LR, engine_optimizer, group_settings
 from dmuon.errors import choice, listed
 from dmuon.names import slots
-from dmuon.newton_schulz import NewtonSchulz, as_newton_schulz
-from dmuon.param_groups import check_settings, lower
+from dmuon.newton_schulz import NewtonSchulz
+from dmuon.param_groups import lower
 from dmuon.runtime import runtime_of_whole
 from dmuon.states import MASTER, torch_settings
 from dmuon.tensor_parallel import distribute_like
 
-_NONFINITE = {
-    "raise": _C.Nonfinite.raise_,
-    "skip": _C.Nonfinite.skip,
-    "propagate": _C.Nonfinite.propagate,
-}
 _PLACING = "tp_distributed_gram"  # key of a param group
-_ADJUST_LR = ("match_rms_adamw", "original", "spectral_unclamped")
 
 
 class Muon(torch.optim.Optimizer):
@@ -85,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         replicate_async: bool | None = None,
         tp_distributed_gram: bool = False,
         tp_distributed_gram_policy: str = "beneficial",
-        adjust_lr: str = _ADJUST_LR[0],
+        adjust_lr: str = ADJUST_LR[0],
         nonfinite: str = "raise",
         *,
         adjust_lr_fn: str | None = None,
@@ -191,13 +187,13 @@ class Muon(torch.optim.Optimizer):
         for param in self._runtime.params:
             mine = self._muon.state(param.index)
             self.state[param.parameter] = {
-                key: _as_whole(param, key, mine[key])
+                key: as_whole(param, key, mine[key])
                 if mine
                 else owned_tensor(param, f"{param.param_name}.{key}", torch.float32, shape)
                 for key, shape in state_shapes(param).items()
             }
             if param.dtype.itemsize < 4:  # the model's state dict has it rounded
-                self.state[param.parameter][MASTER] = _shown_master(param)
+                self.state[param.parameter][MASTER] = shown_master(param)
 
     def parameter_names(self) -> dict[int, str]:
         """id of a parameter -> its first name."""
@@ -292,7 +288,7 @@ class Muon(torch.optim.Optimizer):
             self._runtime.prepare_for_optimizer()
             if not self._checked_parameters:
                 self._check_parameters()
-            return [_settings(group) for group in self.param_groups], ""
+            return [group_settings(group) for group in self.param_groups], ""
         except ValueError as error:
             return [], str(error)
 
@@ -369,123 +365,11 @@ class Muon(torch.optim.Optimizer):
         for parameter, i in zip(mine, theirs):
             param = by_id.get(id(parameter))
             if param is not None and i in state_dict["state"]:
-                _check_state(param, state_dict["state"][i], bool(self._muon.state(param.index)))
+                check_state(param, state_dict["state"][i], bool(self._muon.state(param.index)))
                 found[i] = (param, state_dict["state"][i])
             elif param is not None:  # never stepped, as torch has it
                 found[("fresh", i)] = (param, None)
         return found
-
-
-def engine_optimizer(
-    runtime,
-    *,
-    ns_backend,
-    ns_steps: int,
-    nesterov: bool,
-    replicate_async: bool | None,
-    adjust_lr: str,
-    adjust_lr_fn: str | None,
-    nonfinite: str,
-    sharded_gram: str = "never",
-) -> tuple[Callable, dict]:
-    """The engine's optimizer of the dedicated matrices, for any front end. Local.
-
-    Returns:
-        A function that makes it and gives it with its Newton-Schulz options, and the settings that must be
-        equal on all ranks.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
-    choice("nonfinite", nonfinite, tuple(_NONFINITE))
-    rule = _adjust_lr(adjust_lr, adjust_lr_fn)
-    options = as_newton_schulz(ns_backend).options(ns_steps)
-    publish_async = runtime.axes.sizes[2] == 1 if replicate_async is None else bool(replicate_async)
-
-    def build():
-        muon = _C.Optimizer(
-            engine=runtime.engine,
-            newton_schulz=options,
-            adjust_lr=getattr(_C.AdjustLr, rule),
-            nesterov=bool(nesterov),
-            nonfinite=_NONFINITE[nonfinite],
-            sharded_gram=getattr(_C.ShardedGram, sharded_gram),
-            publish_async=publish_async,
-            groups=[0] * len(runtime.params),
-        )
-        return muon, options
-
-    return build, {
-        "ns_backend": ns_backend,
-        "ns_steps": ns_steps,
-        "adjust_lr": rule,
-        "nesterov": nesterov,
-        "nonfinite": nonfinite,
-        "replicate_async": publish_async,
-    }
-
-
-def optimizer_of(runtime, given):
-    """The optimizer that trains the dedicated matrices of a model.
-
-    Args:
-        given: what the user takes for it; under DeepSpeed any optimizer of the engine's will do.
-
-    Raises:
-        ValueError: it is another one.
-    """
-    mine = runtime.optimizer()
-    if isinstance(runtime.adapter, _C.ZeroAdapter):
-        if mine is None:
-            raise ValueError(
-                "this model has no DeepSpeed engine yet. Call deepspeed.initialize first."
-            )
-        return mine
-    if mine is not given or mine is None:
-        raise ValueError(
-            f"optimizer is a {type(given).__name__}; it must be the dmuon.Muon of this model."
-        )
-    return mine
-
-
-def state_shapes(param) -> dict[str, tuple]:
-    shape = tuple(param.full_shape)
-    if param.route == "adamw":
-        return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
-    return {"momentum_buffer": shape}
-
-
-def _shown_master(param) -> torch.Tensor:
-    mine = param.runtime.engine.master(param.index)
-    if mine is None:
-        return owned_tensor(param, f"{param.param_name}.{MASTER}", torch.float32)
-    return as_parameter(param, mine)
-
-
-def _as_whole(param, key: str, mine: torch.Tensor) -> torch.Tensor:
-    return as_parameter(param, mine) if in_shards(param, key) else mine
-
-
-def _check_state(param, values: dict, is_here: bool) -> None:
-    wanted = state_shapes(param)
-    if MASTER in values:
-        wanted[MASTER] = tuple(param.full_shape)
-    for key, shape in wanted.items():
-        value = values.get(key)
-        if value is None or tuple(value.shape) != shape:
-            given = "missing" if value is None else f"of shape {tuple(value.shape)}"
-            raise ValueError(f"{key} of {param.param_name!r} is {given}; it must have {shape}.")
-        if is_here and isinstance(value, OwnedTensor):
-            raise ValueError(f"{value!r} was saved on a rank that did not own it.")
-
-
-def _settings(group: dict) -> "_C.GroupSettings":
-    """One group as the engine reads it, checked anew: schedulers and users write into it."""
-    keys = ("momentum",) if group["route"] == "muon" else ("betas", "eps")
-    settings = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
-    settings |= {key: group[key] for key in keys}
-    check_settings(group["group_name"], settings)
-    return _C.GroupSettings(**settings)
 
 
 def refuse_grad_scaler(optimizer) -> None:
@@ -495,14 +379,3 @@ def refuse_grad_scaler(optimizer) -> None:
             "dmuon.Muon does not take torch.amp.GradScaler, which sees only this rank's part of the "
             "gradients. Train in bfloat16, which needs no loss scaling, and call optimizer.step()."
         )
-
-
-def _adjust_lr(adjust_lr: str, adjust_lr_fn: str | None) -> str:
-    if adjust_lr_fn is not None and adjust_lr not in (_ADJUST_LR[0], adjust_lr_fn):
-        raise ValueError(
-            f"adjust_lr is {adjust_lr!r} and adjust_lr_fn {adjust_lr_fn!r}; they are two names of one "
-            "setting. Give one."
-        )
-    rule = adjust_lr_fn or adjust_lr
-    choice("adjust_lr", rule, _ADJUST_LR)
-    return rule

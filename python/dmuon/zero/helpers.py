@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from dmuon.checkpoint import from_owner
+from dmuon.dedicated_state import state_shapes
 from dmuon.errors import nearest
 from dmuon.names import clean
-from dmuon.optimizer import state_shapes
 
 
 def named_parameters(engine) -> Iterator[tuple[str, torch.nn.Parameter]]:

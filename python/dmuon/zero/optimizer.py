@@ -8,7 +8,8 @@ from dmuon import _C
 from dmuon.adamw import bare_step
 from dmuon.agreement import raise_everywhere
 from dmuon.checkpoint import owned_tensor
-from dmuon.optimizer import engine_optimizer, state_shapes
+from dmuon.dedicated_state import state_shapes
+from dmuon.engine_optimizer import engine_optimizer
 from dmuon.param_groups import check_settings
 from dmuon.states import torch_settings
 from dmuon.zero import seams

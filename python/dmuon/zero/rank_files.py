@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from dmuon import _C
+from dmuon.dedicated_state import state_shapes
 from dmuon.errors import listed
-from dmuon.optimizer import state_shapes
 
 _FILE = "dmuon_rank_{:05d}.pt"
 _FORMAT = 1
