@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon import _C
-from dmuon.ddp import dedicate_params_ddp, dedicate_params_ddp_tp, replicate, replicate_tp
+from dmuon.ddp import dedicate_params_ddp, dedicate_params_ddp_tp
 from dmuon.dedicate import dedicate_params
 from dmuon.errors import choice, nearest
 from dmuon.names import matches
@@ -26,6 +26,7 @@ from dmuon.newton_schulz import (
     NewtonSchulz,
 )
 from dmuon.optimizer import Muon
+from dmuon.replicas import replicate, replicate_tp
 from dmuon.saving import load_checkpoint, save_checkpoint
 from dmuon.set_up import Predicate
 

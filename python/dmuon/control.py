@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon import _C, ddp
+from dmuon import _C, replicas
 from dmuon.patch import original, users_gradient_sync
 from dmuon.runtime import Runtime, runtime_of, runtime_of_whole, runtimes
 
@@ -25,7 +25,7 @@ def no_sync(model: nn.Module):
             micro-batch is reduced.
     """
     runtime = runtime_of_whole(model)
-    wrapper = ddp.wrapper_of_model(runtime.model())
+    wrapper = replicas.wrapper_of_model(runtime.model())
     if isinstance(runtime.adapter, _C.ZeroAdapter):
         with runtime.front.no_sync():
             yield

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
-from dmuon import ddp
+from dmuon import replicas
 from dmuon.errors import listed
 from dmuon.fsdp2 import Ignored, Union, units_under, wrap_forward_method
 from dmuon.integrations import seams
@@ -127,7 +127,7 @@ def _rebind(old, new) -> None:
 def _wrap_fully_shard(original):
     @functools.wraps(original)
     def fully_shard(module, *args, ignored_params=None, **kwargs):
-        ddp.check_shard(module)
+        replicas.check_shard(module)
         given = [Ignored()] if ignored_params is None else [Ignored(), ignored_params]
         return original(module, *args, ignored_params=Union(*given), **kwargs)
 
@@ -162,9 +162,9 @@ def _wrap_register(original):
 def _wrap_ddp(original):
     @functools.wraps(original)
     def __init__(self, module, *args, **kwargs):
-        ddp.check_wrap(module)
+        replicas.check_wrap(module)
         original(self, module, *args, **kwargs)
-        ddp.note_wrapped(module, self)
+        replicas.note_wrapped(module, self)
 
     return __init__
 
