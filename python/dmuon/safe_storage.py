@@ -180,6 +180,10 @@ class DataFile:
             sizes
         )
 
+    def content(self, at: int, size: int) -> bytes:
+        self._read_in(at, size)
+        return self._map[at : at + size]
+
     def _read_in(self, at: int, size: int) -> None:
         start = at // mmap.PAGESIZE * mmap.PAGESIZE
         try:
@@ -203,6 +207,13 @@ class Reader(_AsItIs, StorageReader):
             properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
             size = torch.Size(tensor["size"])
             self._tensors[name] = TensorStorageMetadata(properties, size, chunks)
+
+    def bytes_of(self, name: str) -> bytes:
+        """Of a tensor that lies in one piece, or of its first one."""
+        tensor = self._tensors[name]
+        stored, sizes = self._where[MetadataIndex(name, tensor.chunks[0].offsets)]
+        size = math.prod(sizes) * tensor.properties.dtype.itemsize
+        return DataFile(self._directory / stored.file).content(stored.at, size)
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         return Metadata(self._tensors)

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,26 +11,33 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dmuon import _C, manifest, plain_data
+from dmuon import _C, checkpoint_directory, manifest, plain_data
 from dmuon.agreement import from_first_rank, is_first, on_every_rank, on_first_rank
+from dmuon.checkpoint_arguments import (
+    agreed,
+    checked_keep_last,
+    checked_step,
+    checked_target,
+    text_of,
+)
+from dmuon.checkpoint_directory import committed, is_checkpoint, path_of, step_of
+from dmuon.checkpoint_fit import fitted, tensors_of
 from dmuon.distributed_state import State
-from dmuon.full_state import misfits
 from dmuon.optimizer import Muon
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.safe_storage import Reader, Writer
-
-_NAME = re.compile(r"step_(\d{10})")
-_LEFT = re.compile(r"\.step_\d{10}\.(part|old)")
+from dmuon.tensor_parallel import local_part
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What ``load_checkpoint`` has loaded: its ``step``, its ``path``, and ``extra`` as it was saved. The
-    same on every rank; local, plain data."""
+    """What ``load_checkpoint`` has loaded: its ``step``, its ``path``, and ``extra`` as it was saved, the same
+    on every rank; ``rank_extra`` of this rank, None where it has none. Local, plain data."""
 
     step: int
     path: str
     extra: dict
+    rank_extra: dict | None = None
 
 
 def save_checkpoint(
@@ -42,6 +47,7 @@ def save_checkpoint(
     optimizer: Muon | None = None,
     *,
     extra: Mapping | None = None,
+    rank_extra: Mapping | None = None,
     keep_last: int | None = None,
 ) -> str:
     """Write ``<directory>/step_<step>``. Every rank writes what it owns.
@@ -50,12 +56,14 @@ def save_checkpoint(
     moment leaves the checkpoints that were there before, and this one or nothing of it. Collective over the job.
 
     Args:
-        directory: on a file system that all ranks share. Made where it is missing.
+        directory: on a file system that all ranks share. Made where it is missing. One job at a time saves
+            there: it holds a lock meanwhile, which the kernel releases when it dies.
         step: at least 0, at most 9999999999; the checkpoint's name.
         optimizer: None: weights and buffers alone.
-        extra: what else to save, plain data: ``{"scheduler": scheduler.state_dict()}``. The job's first rank's
-            counts.
-        keep_last: afterwards remove all but this many of the newest checkpoints, and never this one.
+        extra: what else to save, plain data and small tensors: ``{"scheduler": scheduler.state_dict()}``. The
+            job's first rank's counts. At most 4 MiB of tensors.
+        rank_extra: the same of each rank, such as the state of its random number generators; or None.
+        keep_last: afterwards remove all but this many of those committed last, and never this one.
 
     Returns:
         The checkpoint's path.
@@ -63,83 +71,67 @@ def save_checkpoint(
     Raises:
         ValueError: on all ranks: that step is there already; an argument is out of range, or not the same on
             every rank.
-        RuntimeError: on all ranks: writing failed on one of them, with its reason. What was there before is
-            there still, and training can go on.
+        RuntimeError: on all ranks: another job saves there; writing failed on one of them, with its reason. What
+            was there before is there still, and training can go on.
     """
     runtime = runtime_of_whole(model)
-    text = on_every_rank(runtime, lambda: _checked(step, extra, keep_last))
-    _agree_on(runtime, directory, step, keep_last)
-    root = Path(directory)
-    final, part = _paths(root, step)
-    on_first_rank(runtime, lambda: _check_free(final))
-    _carry_out(runtime, part, lambda: _make_room(root, part) if is_first(runtime) else None)
-    state = State(model, optimizer)
-    _carry_out(runtime, part, lambda: _write(runtime, part, step, state, text))
-    _carry_out(runtime, part, lambda: _commit(part, final) if is_first(runtime) else None)
-    if keep_last is not None and is_first(runtime):
-        _remove_old(final, keep_last)
+    given = agreed(
+        runtime,
+        "save the same checkpoint",
+        lambda: (
+            checked_target(runtime, directory, optimizer)
+            | {"step": checked_step(step), "keep_last": checked_keep_last(keep_last)}
+        ),
+    )
+    texts, state = on_every_rank(
+        runtime, lambda: (_texts(extra, rank_extra), State(model, optimizer))
+    )
+    final = path_of(Path(given["directory"]), given["step"])
+    part = from_first_rank(runtime, lambda: checkpoint_directory.new_part(final))
+    first = is_first(runtime)
+    with contextlib.ExitStack() as stack:
+        claim = checkpoint_directory.claimed(part)
+        _carry_out(runtime, part, lambda: stack.enter_context(claim) if first else None)
+        _carry_out(runtime, part, lambda: _write(runtime, part, given["step"], state, *texts))
+        _carry_out(
+            runtime, part, lambda: checkpoint_directory.commit(part, final) if first else None
+        )
+        if keep_last is not None:
+            on_first_rank(
+                runtime, lambda: checkpoint_directory.remove_old(final, given["keep_last"])
+            )
     return str(final)
 
 
-def _paths(root: Path, step: int) -> tuple[Path, Path]:
-    name = f"step_{step:010d}"
-    return root / name, root / f".{name}.part"
+def _texts(extra, rank_extra) -> tuple[str, str | None]:
+    of_rank = None if rank_extra is None else text_of("rank_extra", rank_extra)
+    return text_of("extra", extra or {}), of_rank
 
 
-def _checked(step, extra, keep_last) -> str:
-    """``extra`` as it is saved."""
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**10:
-        raise ValueError(f"step is {step!r}; it must be a whole number from 0 to 9999999999.")
-    whole = isinstance(keep_last, int) and not isinstance(keep_last, bool)
-    if keep_last is not None and not (whole and keep_last >= 1):
-        raise ValueError(
-            f"keep_last is {keep_last!r}; it must be a whole number of at least 1, or None."
-        )
-    try:
-        return plain_data.dumps(dict(extra or {}))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"extra is not plain data: {error}. Tensors belong to the model's buffers."
-        ) from error
-
-
-def _agree_on(runtime: Runtime, directory, step: int, keep_last: int | None) -> None:
-    given = {"directory": os.fspath(directory), "step": step, "keep_last": keep_last}
-    _C.agree(
-        runtime.control.group_name,
-        [f"{key}\t{value}" for key, value in given.items()],
-        subject="save the same checkpoint",
-        advice="Give the same arguments on every rank.",
-    )
-
-
-def _check_free(final: Path) -> None:
-    if os.path.lexists(final):
-        raise ValueError(f"{final} is there already. Remove it, or save another step.")
-
-
-def _make_room(root: Path, part: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.iterdir():  # of saves that did not end
-        if _LEFT.fullmatch(left.name):
-            shutil.rmtree(left)
-    part.mkdir()
-
-
-def _write(runtime: Runtime, part: Path, step: int, state: State, extra: str) -> None:
+def _write(
+    runtime: Runtime, part: Path, step: int, state: State, extra: str, rank_extra: str | None
+) -> None:
     writer = Writer(part)
-    dcp.save(_tensors(state), storage_writer=writer, process_group=runtime.control)
+    tensors = tensors_of(state)
+    if rank_extra is not None:
+        content = bytearray(rank_extra, "utf-8")
+        tensors[_of_rank(runtime)] = torch.frombuffer(content, dtype=torch.uint8)
+    dcp.save(tensors, storage_writer=writer, process_group=runtime.control)
     if is_first(runtime):
         groups = state.get("optim", {}).get("param_groups", {})
         content = {
             "step": step,
-            "ranks": len(runtime.global_ranks),
+            "ranks": len(runtime.axes.job),
             "tensors": writer.tensors,
             "groups": plain_data.dumps({name: _plain(group) for name, group in groups.items()}),
             "extra": extra,
             "files": writer.files,
         }
-        manifest.write_manifest(part, content)
+        manifest.write_manifest(part, content, checkpoint_directory.next_order(part.parent))
+
+
+def _of_rank(runtime: Runtime) -> str:
+    return f"rank_extra.{runtime.axes.job.index(runtime.global_rank)}"
 
 
 def _plain(group: Mapping) -> dict:
@@ -147,38 +139,27 @@ def _plain(group: Mapping) -> dict:
     return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
 
 
-def _commit(part: Path, final: Path) -> None:
-    os.rename(part, final)
-    manifest.sync(final.parent)
+def _carry_out(runtime: Runtime, part: Path, work: Callable[[], object]) -> None:
+    """One part of a save: where it fails on a rank, all raise, and nothing is left of it."""
+    problem = ""
+    try:
+        work()
+    except (Exception, CheckpointException) as error:
+        problem = f"saving {part.parent} failed: {_reason(error)}. Nothing that was there before has changed."
+    try:
+        _C.agree(runtime.control.group_name, [], problem)
+    except ValueError as error:
+        on_first_rank(runtime, lambda: checkpoint_directory.remove(part))
+        raise RuntimeError(str(error)) from None
 
 
-def _remove_old(saved: Path, keep_last: int) -> None:
-    """What cannot be removed stays, and the next save tries again."""
-    for path in _committed(saved.parent)[keep_last:]:
-        if path != saved:
-            with contextlib.suppress(OSError):
-                doomed = path.with_name(f".{path.name}.old")
-                os.rename(path, doomed)
-                shutil.rmtree(doomed)
-
-
-def _committed(root: Path) -> list[Path]:
-    """Newest first."""
-    found = [p for p in root.iterdir() if _NAME.fullmatch(p.name)] if root.is_dir() else []
-    return sorted(found, reverse=True)
-
-
-def newest_step(directory: str | os.PathLike) -> int | None:
-    """The step of the newest complete checkpoint there, if there is any. Local."""
-    found = _committed(Path(directory))
-    return int(_NAME.fullmatch(found[0].name)[1]) if found else None
-
-
-def _tensors(state: Mapping) -> dict[str, torch.Tensor]:
-    flat = {f"model.{name}": t for name, t in state["model"].items()}
-    for name, entry in state.get("optim", {}).get("state", {}).items():
-        flat |= {f"optim.{name}.{key}": t for key, t in entry.items()}
-    return flat
+def _reason(error: BaseException) -> str:
+    """The first cause; torch wraps each rank's."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = min(failures.items(), key=lambda item: item[0])
+        return f"{_reason(cause)} (rank {rank})"
+    return str(error) or type(error).__name__
 
 
 def load_checkpoint(
@@ -190,115 +171,112 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load what ``save_checkpoint`` has written, on any number of ranks, mesh and runtime.
 
-    Every file is checked before the first tensor is read, and every name and shape before the first is
-    written. No pickle is executed. Collective over the job.
+    Every file is checked before the first tensor is read, and every name, shape, dtype and setting before the
+    first is written. No pickle is executed. AdamW's state of a parameter that was frozen starts anew, state of one
+    that is frozen now is left out. Collective over the job.
 
     Args:
-        directory: that of ``save_checkpoint``.
+        directory: that of ``save_checkpoint``, or the path of one checkpoint, as that returns it.
         optimizer: None: weights and buffers alone.
-        step: None: the newest.
+        step: None: that which was committed last.
 
     Returns:
-        What was loaded, with ``extra``.
+        What was loaded, with ``extra``; with ``rank_extra`` where this job has as many ranks as that one.
 
     Raises:
-        ValueError: on all ranks: there is none; a file is damaged, with its name and the newest step that is
-            whole; what does not fit.
+        ValueError: on all ranks: there is none; an argument is out of range, or not the same on every rank; a
+            file is damaged, with its name and the newest step that is whole; what does not fit.
     """
     runtime = runtime_of_whole(model)
-    root = Path(directory)
-    path, content = from_first_rank(runtime, lambda: _chosen(root, step))
-    on_every_rank(runtime, lambda: _verify(runtime, root, path, content))
-    state = State(model, optimizer)
-    tensors = _tensors(state)
-    on_every_rank(runtime, lambda: _check_fit(path, content, tensors, state))
-    reader = Reader(path, content)
+    given = agreed(
+        runtime,
+        "load the same checkpoint",
+        lambda: (
+            checked_target(runtime, directory, optimizer)
+            | {"step": None if step is None else checked_step(step)}
+        ),
+    )
+    root = Path(given["directory"])
+    path, others = from_first_rank(runtime, lambda: _chosen(root, given["step"]))
+    content = _sound(runtime, path, others)
+    dedicated = {param.param_name for param in runtime.params}
+
+    def fit():
+        state = State(model, optimizer)
+        reader = Reader(path, content)
+        return (
+            state,
+            reader,
+            fitted(path, content, state, dedicated),
+            _of_this_rank(runtime, content, reader),
+        )
+
+    state, reader, (tensors, anew), rank_extra = on_every_rank(runtime, fit)
     dcp.load(tensors, storage_reader=reader, process_group=runtime.control)
+    for tensor in anew:
+        local_part(tensor).detach().zero_()
     if optimizer is not None:
         state["optim"]["param_groups"] = plain_data.loads(content["groups"])
     state.load_state_dict(state)
-    return Checkpoint(content["step"], str(path), plain_data.loads(content["extra"]))
+    return Checkpoint(content["step"], str(path), plain_data.loads(content["extra"]), rank_extra)
 
 
-def _chosen(root: Path, step: int | None) -> tuple[Path, dict]:
-    there = _committed(root)
+def _chosen(root: Path, step: int | None) -> tuple[Path, list[Path]]:
+    """And the others there, the last one committed first."""
+    there = committed(root)
+    if not there and is_checkpoint(root):
+        return _itself(root, step), []
     if not there:
         raise ValueError(f"{root} has no checkpoint.")
-    path = there[0] if step is None else _paths(root, step)[0]
+    path = there[0] if step is None else path_of(root, step)
     if path not in there:
+        steps = ", ".join(str(step_of(other)) for other in there)
+        raise ValueError(f"{root} has no checkpoint of step {step}; it has {steps}.")
+    return path, [other for other in there if other != path]
+
+
+def _itself(path: Path, step: int | None) -> Path:
+    if step is not None:
         raise ValueError(
-            f"{root} has no checkpoint of step {step}; it has {', '.join(map(_step_of, there))}."
+            f"{path} is a checkpoint itself. Give it alone, or step= and the directory above."
         )
+    return path
+
+
+def _sound(runtime: Runtime, path: Path, others: list[Path]) -> dict:
+    """The manifest of a checkpoint that is whole. Collective."""
     try:
-        return path, manifest.read_manifest(path)
+        return _checked(runtime, path)
     except ValueError as error:
-        raise ValueError(f"{error}{_offer(root, path)}") from error
+        problem = str(error)
+    raise ValueError(f"{problem} {_offer(runtime, others)}")
 
 
-def _step_of(path: Path) -> str:
-    return str(int(_NAME.fullmatch(path.name)[1]))
+def _offer(runtime: Runtime, others: list[Path]) -> str:
+    for other in others:
+        with contextlib.suppress(ValueError):
+            _checked(runtime, other)
+            step = step_of(other)
+            return f"The newest checkpoint that is whole is of step {step}: load_checkpoint(..., step={step})."
+    return "No other checkpoint there is whole."
 
 
-def _verify(runtime: Runtime, root: Path, path: Path, content: Mapping) -> None:
+def _checked(runtime: Runtime, path: Path) -> dict:
     """The ranks share the files out."""
+    content = from_first_rank(runtime, lambda: manifest.read_manifest(path))
     ranks = runtime.axes.job
-    mine = sorted(content["files"])[ranks.index(runtime.global_rank) :: len(ranks)]
-    problem = next(filter(None, (manifest.damage(path, content, name) for name in mine)), "")
-    if problem:
-        raise ValueError(f"{problem}{_offer(root, path)}")
+    files = sorted(content["files"])[ranks.index(runtime.global_rank) :: len(ranks)]
+    on_every_rank(runtime, lambda: _verify(path, content, files))
+    return content
 
 
-def _offer(root: Path, bad: Path) -> str:
-    for path in _committed(root):
-        if path != bad and _is_whole(path):
-            return f" The newest checkpoint that is whole is of step {_step_of(path)}: load_checkpoint(..., step={_step_of(path)})."
-    return " No other checkpoint there is whole."
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        content = manifest.read_manifest(path)
-    except ValueError:
-        return False
-    return not any(manifest.damage(path, content, name) for name in content["files"])
-
-
-def _check_fit(path: Path, content: Mapping, tensors: Mapping, state: Mapping) -> None:
-    wanted = {name: tuple(t.size()) for name, t in tensors.items()}
-    if "optim" not in state:
-        saved = {n: t for n, t in content["tensors"].items() if n.startswith("model.")}
-    else:
-        saved = content["tensors"]
-    given = {name: torch.empty(tensor["size"], device="meta") for name, tensor in saved.items()}
-    problem = misfits(str(path), given, wanted)
-    saved_groups = plain_data.loads(content["groups"])
-    groups = state.get("optim", {}).get("param_groups", {})
-    missing = [name for name in groups if name not in saved_groups]
-    if missing and not problem:
-        problem = f"{path} has no param group {missing[0]!r}; it has {', '.join(saved_groups)}."
-    if problem:
+def _verify(path: Path, content: Mapping, files: list[str]) -> None:
+    if problem := manifest.damage(path, content, files):
         raise ValueError(problem)
 
 
-def _carry_out(runtime: Runtime, part: Path, work: Callable[[], None]) -> None:
-    """One part of a save: where it fails on a rank, all raise, and nothing is left of it."""
-    problem = ""
-    try:
-        work()
-    except (Exception, CheckpointException) as error:
-        problem = f"saving {part.parent} failed: {_reason(error)}. Nothing that was there before has changed."
-    try:
-        _C.agree(runtime.control.group_name, [], problem)
-    except ValueError as error:
-        if is_first(runtime):
-            shutil.rmtree(part, ignore_errors=True)
-        raise RuntimeError(str(error)) from None
-
-
-def _reason(error: BaseException) -> str:
-    """The first cause; torch wraps each rank's."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = min(failures.items(), key=lambda item: item[0])
-        return f"{cause} (rank {rank})"
-    return str(error) or type(error).__name__
+def _of_this_rank(runtime: Runtime, content: Mapping, reader: Reader) -> dict | None:
+    name = _of_rank(runtime)
+    if content["ranks"] != len(runtime.axes.job) or name not in content["tensors"]:
+        return None
+    return plain_data.loads(reader.bytes_of(name).decode())

@@ -175,11 +175,26 @@ def check_manifests(rank, world_size, root):
         (edit(name, "size", [-1, 1]), "do not make up"),
         (edit(name, "chunks", []), "do not make up"),
         (piece(name, "at", 2**63), "and not at"),
-        (piece(name, "at", -16), "and not at"),
+        (piece(name, "at", -16), "no whole numbers"),
         (piece(name, "file", "rank7.data"), "'rank0.data', and not at"),
         (piece(name, "offsets", [0, 2**60]), "do not make up"),
         (piece(name, "checksum", 0), "another checksum"),
-        (put("groups", "{}"), "has no param group"),
+        (piece(name, "at", 0.0), "no whole numbers"),
+        (piece(name, "sizes", [1.0, 2]), "no whole numbers"),
+        (edit(name, "size", [17.0, 29.0]), "do not make up"),
+        (put("step", "1"), "the step '1'"),
+        (put("ranks", None), "the ranks None"),
+        (put("extra", "[1]"), "no dictionaries"),
+        (put("extra", '{"<tensor>": ["load", [1], ""]}'), "which torch has not"),
+        (put("extra", '{"<tensor>": ["float32", [3], "AAAA"]}'), "bytes are not [3]"),
+        (put("groups", "[]"), "no dictionaries"),
+        (put("groups", '{"default/muon": 5}'), "no dictionaries"),
+        (put("groups", "{}"), "was saved without an optimizer"),
+        (group(good, lr=float("nan")), "lr of 'default/muon' is nan"),
+        (group(good, lr="0.1"), "lr '0.1' in param group 'default/muon'"),
+        (group(good, momentum=None), "momentum None in param group"),
+        (group(good, betas=0.5), "betas 0.5 in param group 'default/muon'; it must be two numbers"),
+        (group(good, betas=[0.9]), "betas of 'default/muon' are [0.9]"),
     ):
         changed = json.loads(json.dumps(good))
         change(changed)
@@ -201,6 +216,12 @@ def edit(name, key, value):
 
 def piece(name, key, value):
     return lambda manifest: manifest["tensors"][name]["chunks"][0].__setitem__(key, value)
+
+
+def group(good, **settings):
+    groups = json.loads(good["groups"])
+    groups["default/muon"] |= settings
+    return put("groups", json.dumps(groups))
 
 
 def sign(path, text):

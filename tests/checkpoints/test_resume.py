@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from tests.checkpoints.kinds import KINDS, assert_same, layout_of, start, whole
+from tests.checkpoints.kinds import train as train_plainly
 from tests.support.meshes import run_on
-from tests.support.ranks import retire, run_fresh
+from tests.support.models import Net
+from tests.support.ranks import retire, run_fresh, run_ranks
 
 HALF, ALL = 10, 20
 
@@ -85,3 +87,48 @@ def test_a_job_started_anew_changes_no_bit_either(tmp_path):
     """Interpreters of their own, as a launcher starts them."""
     for half in ("check_first_half", "check_second_half"):
         run_fresh(SCRIPT.format(half=half, root=str(tmp_path)), 4)
+
+
+# Dropout ---------------------------------------------------------------------------------------
+
+
+class Dropping(Net):
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), 0.5)
+
+
+def begin_dropping(kind):
+    run = start(kind, {"make_model": Dropping}, muon={"lr": 0.05})
+    torch.manual_seed(100 + torch.distributed.get_rank())  # each rank drops others
+    return run
+
+
+def test_dropout_goes_on_as_it_would_have(tmp_path):
+    for check in (check_dropout_first, check_dropout_second):
+        run_ranks(check, 2, str(tmp_path))
+        retire(2)
+    run_ranks(check_other_ranks, 1, str(tmp_path))
+
+
+def check_dropout_first(rank, world_size, root):
+    run = begin_dropping("fsdp2")
+    train_plainly(run, 0, HALF)
+    mine = {"rng": torch.get_rng_state(), "rank": rank}
+    dmuon.save_checkpoint(root, HALF, run.model, run.optimizer, rank_extra=mine)
+    train_plainly(run, HALF, ALL)
+    remember(run, root)
+
+
+def check_dropout_second(rank, world_size, root):
+    run = begin_dropping("fsdp2")
+    found = dmuon.load_checkpoint(root, run.model, run.optimizer)
+    assert found.rank_extra["rank"] == rank
+    torch.set_rng_state(found.rank_extra["rng"])
+    train_plainly(run, HALF, ALL)
+    compare(run, root)
+
+
+def check_other_ranks(rank, world_size, root):
+    run = begin_dropping("alone")
+    found = dmuon.load_checkpoint(root, run.model, run.optimizer)
+    assert (found.step, found.rank_extra) == (HALF, None)

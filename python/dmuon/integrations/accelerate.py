@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dmuon.agreement import from_first_rank, together
+from dmuon.checkpoint_directory import newest_step
 from dmuon.control import clip_dedicated, no_sync
 from dmuon.dedicate import dedicate_params
 from dmuon.full_state import get_model_state_dict, set_model_state_dict
@@ -20,7 +21,7 @@ from dmuon.integrations import seams
 from dmuon.names import slots
 from dmuon.optimizer import Muon
 from dmuon.runtime import runtime_of
-from dmuon.saving import load_checkpoint, newest_step, save_checkpoint
+from dmuon.saving import load_checkpoint, save_checkpoint
 from dmuon.set_up import Predicate
 
 
