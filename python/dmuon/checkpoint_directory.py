@@ -68,7 +68,8 @@ def _ordered(root: Path) -> tuple[list[Path], list[Path]]:
         try:
             orders[path] = manifest.order_of(path)
         except ValueError:
-            unknown.append(path)
+            if os.path.lexists(path):  # else another job has just removed it
+                unknown.append(path)
     return sorted(orders, key=orders.get, reverse=True), unknown
 
 

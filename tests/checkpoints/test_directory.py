@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -111,7 +112,7 @@ def check_without_order(rank, world_size, root):
     run = start("alone")
     for step in (7, 30, 4):
         path = dmuon.save_checkpoint(root, step, run.model, run.optimizer)
-        digest = __import__("hashlib").sha256(Path(path, "manifest.json").read_bytes()).hexdigest()
+        digest = hashlib.sha256(Path(path, "manifest.json").read_bytes()).hexdigest()
         Path(path, "COMMIT").write_text(digest)
     assert dmuon.load_checkpoint(root, run.model, run.optimizer).step == 30
     dmuon.save_checkpoint(root, 5, run.model, run.optimizer, keep_last=3)
