@@ -31,6 +31,7 @@ void Engine::pre_backward(int boundary, const std::vector<int64_t>& epochs) {
 void Engine::begin_pass() {
   if (in_pass_ && pass_alive_.expired()) reset();  // the last one ended with an exception
   if (in_pass_) return;
+  clock_.turn(Phase::backward);
   end_forward();
   config_.adapter->begin_pass();
   in_pass_ = true;
@@ -78,6 +79,7 @@ std::vector<bool> Engine::touched_anywhere(const std::vector<bool>& here) {
   if (channels_.control->size() == 1) return here;
   at::Tensor mask = at::zeros({static_cast<int64_t>(here.size())}, at::kLong);
   auto* data = mask.data_ptr<int64_t>();
+  const auto agreeing = clock_.in(Phase::agreement);
   std::copy(here.begin(), here.end(), data);
   channels_.control->all_reduce(mask, ReduceOp::max, "(pass)");
   return std::vector<bool>(data, data + here.size());
@@ -175,6 +177,7 @@ void Engine::end_pass() {
   }
   in_pass_ = false;
   wait_reductions();
+  clock_.turn(Phase::other);
 }
 
 // The first gradient of a unit none of whose outputs could be hooked. If autograd has added it in
@@ -207,6 +210,7 @@ void Engine::reset() {
     advance(unit, UnitCall::reset);
   }
   ++counters_.aborted_passes;
+  clock_.turn(Phase::other);
 }
 
 void Engine::drop_gradients(UnitRuntime& unit) {

@@ -61,6 +61,13 @@ void Engine::finish_lanes() {
   channels_.tp_lane.reset();
 }
 
+// One that has ended costs no look at the clock.
+void Engine::wait_published(const UnitRuntime& unit) {
+  if (unit.published.query()) return unit.published.wait();
+  const auto waiting = clock_.in(Phase::publish);
+  unit.published.wait();
+}
+
 Slot& Engine::slot(int matrix) {
   const Place place = places_[matrix];
   return units_[place.unit].store.slots()[place.slot];
@@ -80,7 +87,7 @@ void Engine::adopt(int matrix, const at::Tensor& parameter, const at::Tensor& in
 
 void Engine::set_value(int matrix, const at::Tensor& value) {
   auto& unit = units_[places_[matrix].unit];
-  unit.published.wait();
+  wait_published(unit);
   unit.store.set_value(places_[matrix].slot, value);
   mark_changed(matrix);
 }
@@ -114,7 +121,10 @@ bool Engine::trainable(const UnitRuntime& unit) const {
 void Engine::enter(int boundary) {
   const bool recomputing = graph_task_id() >= 0;
   if (in_pass_ && !recomputing) reset();  // a backward pass ended with an exception
-  if (recomputing) begin_pass();
+  if (recomputing)
+    begin_pass();
+  else
+    clock_.turn(Phase::forward);
   for (const int u : config_.boundaries[boundary]) {
     auto& unit = units_[u];
     require_adopted(unit);
@@ -194,16 +204,17 @@ void Engine::spread_values() {
 }
 
 void Engine::spread(UnitRuntime& unit) {
-  if (!unit.store.prepared()) unit.published.wait();
+  if (!unit.store.prepared()) wait_published(unit);
   unit.store.prepare(config_.adapter->compute_dtype(unit.index));
   if (unit.stale) submit_publish(unit, false, {});
 }
 
 void Engine::materialise(UnitRuntime& unit) {
   if (unit.store.shown() && !unit.stale) {
-    if (resident(unit)) unit.published.wait();
+    if (resident(unit)) wait_published(unit);
     return;
   }
+  const auto fetching = clock_.in(fetch_phase());
   start_fetch(unit);
   finish_fetch(unit);
 }
@@ -211,7 +222,10 @@ void Engine::materialise(UnitRuntime& unit) {
 void Engine::release(UnitRuntime& unit) {
   unit.keep = false;
   if (resident(unit)) return;
-  if (unit.fetch_issued) finish_fetch(unit);
+  if (unit.fetch_issued) {
+    const auto fetching = clock_.in(fetch_phase());
+    finish_fetch(unit);
+  }
   unit.store.release();
 }
 
@@ -233,6 +247,7 @@ void Engine::begin_step() {
         "optimizer.step() was called inside a backward pass. Call it after backward().");
   }
   if (in_pass_) reset();
+  clock_.turn(Phase::checks);
   end_forward();
   wait_reductions();
   wait_publishes();
@@ -264,7 +279,9 @@ void Engine::submit_publish(UnitRuntime& unit, bool owned, std::function<void()>
   if (std::exchange(unit.stale, false) && channels_.tp_scatter) equalise(unit);
   const bool refreshes = owned && unit.store.refreshes();
   if (!refreshes && !channels_.publish && !last) return;
+  const auto publishing = clock_.in(Phase::publish);
   unit.published = channels_.publish_lane->submit([this, &unit, refreshes, last = std::move(last)] {
+    const auto working = clock_.begin(Beside::publish);
     if (last) last();
     if (refreshes) unit.store.refresh();
     if (channels_.publish) channels_.publish->broadcast(unit.store.replicated(), unit.store.name());
@@ -273,6 +290,7 @@ void Engine::submit_publish(UnitRuntime& unit, bool owned, std::function<void()>
 
 void Engine::end_step(bool updated) {
   for (auto& unit : units_) advance(unit, UnitCall::finish);
+  clock_.turn(Phase::other);
   ++counters_.steps;
   if (!updated) ++counters_.steps_without_gradient;
   const int64_t bytes = unit_bytes(ring());
@@ -292,6 +310,7 @@ bool Engine::has_local_gradients() const {
 }
 
 void Engine::wait_publishes() {
+  const auto waiting = clock_.in(Phase::publish);
   for (auto& unit : units_) unit.published.wait();
 }
 

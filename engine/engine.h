@@ -21,6 +21,7 @@
 #include "engine/plan.h"
 #include "engine/reduction.h"
 #include "engine/runtime_adapter.h"
+#include "engine/step_clock.h"
 #include "engine/tp_exchange.h"
 #include "engine/transport.h"
 #include "engine/unit_store.h"
@@ -74,6 +75,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int rank() const { return channels_.control->rank(); }
   const Counters& counters() const { return counters_; }
   FlightRing* ring() const { return config_.ring.get(); }
+  StepClock& clock() { return clock_; }
+  const StepClock& clock() const { return clock_; }
   RuntimeAdapter& adapter() { return *config_.adapter; }
   Transport& control() { return *channels_.control; }
   UnitState state(int unit) const { return units_[unit].state; }
@@ -162,13 +165,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool keep = false;     // no output to hook: stays whole until the backward pass ends
     bool outer = false;    // its boundary holds others: its operations come before and after theirs
     std::unique_ptr<Reduction> reduction;
-    bool finish_here = false;  // no lane finishes the reduction: whoever collects it does
+    bool finish_here = false;        // no lane finishes the reduction: whoever collects it does
+    std::shared_ptr<void> reducing;  // until then, for the clock
     bool stale = true;  // values set: other replicas and TP ranks may have others than the owner
     std::vector<int> gathering;      // slots whose gradient of this pass is being gathered
     std::vector<at::Tensor> wholes;  // parallel: what has come of it
     int64_t gather_us = 0;
     std::unique_ptr<Pending> fetching;  // host: issued ahead of its use
     bool fetch_issued = false;          // and not yet finished
+    std::shared_ptr<void> arriving;     // ahead of its use, for the clock
     int next = -1;                      // the unit that came after it in the last forward
     Event reduced, gathered, published, fetched;
   };
@@ -177,6 +182,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static void require_adopted(const UnitRuntime& unit);
   void spread(UnitRuntime& unit);
   void finish_lanes();
+  void wait_published(const UnitRuntime& unit);
+  Phase fetch_phase() const { return in_pass_ ? Phase::backward_fetch : Phase::forward_fetch; }
   void materialise(UnitRuntime& unit);
   void start_fetch(UnitRuntime& unit);
   void finish_fetch(UnitRuntime& unit);
@@ -218,6 +225,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static void drop_gradients(UnitRuntime& unit);
 
   EngineConfig config_;
+  StepClock clock_;
   Channels channels_;
   std::vector<UnitRuntime> units_;
   std::vector<Place> places_;

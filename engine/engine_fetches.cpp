@@ -14,7 +14,7 @@ void Engine::start_fetch(UnitRuntime& unit) {
   if (channels_.materialise->size() > 1) note(fetch_sequence_, unit.index);
   Transport& transport = *channels_.materialise;
   if (unit.store.float_options().device().is_cpu()) {
-    unit.published.wait();
+    wait_published(unit);
     const TaskScope scope;
     unit.fetching = transport.start_broadcast(parts, unit.store.name());
   } else {
@@ -30,6 +30,7 @@ void Engine::finish_fetch(UnitRuntime& unit) {
   if (!std::exchange(unit.fetch_issued, false)) return;
   if (const auto fetching = std::exchange(unit.fetching, nullptr)) fetching->wait();
   unit.fetched.wait();
+  unit.arriving.reset();
   unit.store.show_whole();
 }
 
@@ -38,8 +39,10 @@ void Engine::prefetch(int u) {
   auto& unit = units_[u];
   if (!config_.adapter->prefetches() || resident(unit)) return;
   if (unit.store.shown() || unit.fetch_issued || !unit.store.adopted()) return;
+  const auto fetching = clock_.in(fetch_phase());
   drop_prefetch();
   start_fetch(unit);
+  unit.arriving = clock_.begin(Beside::fetch);
   prefetched_ = u;
   ++counters_.prefetches;
 }

@@ -16,6 +16,7 @@ constexpr int64_t kWorthAThread = 1 << 20;
 
 void Engine::issue(UnitRuntime& unit) {
   const int u = unit.index;
+  const auto issuing = clock_.in(Phase::reduce_issue);
   arm(unit);
   collect(unit);
   advance(unit, UnitCall::reduce);
@@ -50,8 +51,12 @@ void Engine::start(UnitRuntime& unit) {
   if (host) reduction.start(shard);
   unit.finish_here =
       host && reduction.nbytes() < kWorthAThread && !replicate && unit.gathering.empty();
-  if (unit.finish_here) return;
-  unit.reduced = channels_.reduce_lane->submit([&reduction, &shard, replicate, host] {
+  auto reducing = clock_.begin(Beside::reduce);
+  if (unit.finish_here) {
+    unit.reducing = std::move(reducing);
+    return;
+  }
+  unit.reduced = channels_.reduce_lane->submit([&reduction, &shard, replicate, host, reducing] {
     if (!host) reduction.start(shard);
     reduction.finish(replicate);
   });
@@ -73,11 +78,14 @@ void Engine::keep_local(Slot& slot) {
 // The reduction in flight, if any, is added to what earlier passes have brought to the owner.
 void Engine::collect(UnitRuntime& unit) {
   if (!unit.reduction) return;
+  const auto waiting = clock_.in(Phase::reduce_wait);
   if (std::exchange(unit.finish_here, false))
     unit.reduction->finish(nullptr);
   else
     unit.reduced.wait();
+  unit.reducing.reset();
   if (!unit.gathering.empty()) {
+    const auto exchanging = clock_.in(Phase::tp_exchange);
     const auto start = std::chrono::steady_clock::now();
     unit.gathered.wait();
     counters_.tp_wait_us += microseconds_since(start);
@@ -137,6 +145,7 @@ void Engine::reduce_accumulated() {
 
 void Engine::wait_reductions() {
   if (in_pass_) return;
+  const auto waiting = clock_.in(Phase::reduce_wait);
   const auto start = std::chrono::steady_clock::now();
   for (auto& unit : units_) {
     collect(unit);

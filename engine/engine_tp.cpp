@@ -24,6 +24,7 @@ void Engine::start_gather(UnitRuntime& unit) {
   if (unit.gathering.empty()) return;
   unit.gathered = channels_.tp_lane->submit(
       [this, &unit] {
+        const auto working = clock_.begin(Beside::tp);
         const auto start = std::chrono::steady_clock::now();
         std::vector<at::Tensor> pieces;
         for (const int s : unit.gathering) pieces.push_back(unit.reduction->result(s));
@@ -46,6 +47,7 @@ bool Engine::gathers_are_current() const {
 // Gradients were cleared, replaced or written since the pass that has gathered them.
 void Engine::gather_again() {
   ++counters_.tp_regathers;
+  const auto exchanging = clock_.in(Phase::tp_exchange);
   for (const int u : config_.order) {
     auto& unit = units_[u];
     const std::vector<int> gathering = gathering_slots(unit.store);
@@ -97,7 +99,8 @@ void Engine::equalise(UnitRuntime& unit) {
     parts.push_back({unit.store.master(s).view({-1}), slots[s].tp_owner});
   }
   if (parts.empty()) return;
-  unit.published.wait();
+  wait_published(unit);
+  const auto exchanging = clock_.in(Phase::tp_exchange);
   channels_.tp_scatter->broadcast(parts, unit.store.name());
   unit.store.refresh();
 }

@@ -58,6 +58,7 @@ double gradient_norm(Engine& engine, const GradientSet& set, double p) {
   auto* data = total.data_ptr<double>();
   data[0] = local_power_sum(engine, set, p);
   if (std::isnan(data[0])) data[0] = 0, data[1] = 1;  // a maximum would lose it
+  const auto agreeing = engine.clock().in(Phase::agreement);
   engine.control().all_reduce(total, std::isinf(p) ? ReduceOp::max : ReduceOp::sum, "(norm)");
   if (data[1] > 0) return std::nan("");
   return std::isinf(p) || p == 0 ? data[0] : std::pow(data[0], 1 / p);

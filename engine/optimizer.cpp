@@ -64,7 +64,7 @@ bool Optimizer::step(const std::vector<GroupSettings>& groups, const SymmetricGr
   ns_calls_last_step_ = 0;
   StepWord mine = word(groups, symmetric);
   mine.failed |= !error.empty();
-  const StepVerdict verdict = agree_on_step(engine_->control(), mine);
+  const StepVerdict verdict = agreed(mine);
   const bool skipped = verdict.nonfinite && config_.nonfinite == Nonfinite::skip;
   const bool goes_on = verdict.any_gradient && !skipped;
   try {
@@ -79,12 +79,19 @@ bool Optimizer::step(const std::vector<GroupSettings>& groups, const SymmetricGr
   }
   ns_calls_ += ns_calls_last_step_;
   engine_->end_step(goes_on);
+  engine_->clock().turn(Phase::adamw);
   return goes_on;
+}
+
+StepVerdict Optimizer::agreed(const StepWord& mine) {
+  const auto agreeing = engine_->clock().in(Phase::agreement);
+  return agree_on_step(engine_->control(), mine);
 }
 
 // What has its Gram matrices on the way is waited for last. All ranks publish in one order,
 // whatever they own.
 void Optimizer::update_all(const std::vector<GroupSettings>& groups) {
+  const auto updating = engine_->clock().in(Phase::newton_schulz);
   start_in_shards(groups);
   const auto& order = engine_->order();
   for (auto unit = order.rbegin(); unit != order.rend(); ++unit) {
@@ -92,6 +99,7 @@ void Optimizer::update_all(const std::vector<GroupSettings>& groups) {
     if (!has_in_shards(*unit)) {
       engine_->publish(*unit, owns_any(*unit), std::move(last));
     } else if (last) {
+      const auto exchanging = engine_->clock().in(Phase::tp_exchange);
       last();
     }
   }
@@ -162,9 +170,11 @@ std::function<void()> Optimizer::scatter(int unit, const std::vector<GroupSettin
     matrices.emplace_back(slot.matrix, group);
   }
   if (engine_->scatter_staging().shared()) engine_->wait_publishes();
+  const auto exchanging = engine_->clock().in(Phase::tp_exchange);
   auto moving =
       std::make_shared<UpdateScatter>(store, updates, *engine_->tp(), engine_->scatter_staging());
-  return [engine = engine_.get(), adjust = config_.adjust_lr, moving, matrices] {
+  return [engine = engine_.get(), adjust = config_.adjust_lr, moving, matrices,
+          under_way = engine_->clock().begin(Beside::tp)] {
     const std::vector<at::Tensor> pieces = moving->finish();
     for (size_t i = 0; i < pieces.size(); ++i) {
       const auto& [matrix, group] = matrices[i];
@@ -190,19 +200,30 @@ void Optimizer::start_in_shards(const std::vector<GroupSettings>& groups) {
                                          : at::Tensor());
     }
     sharded->send_grams();
+    if (!exchanging_) exchanging_ = engine_->clock().begin(Beside::tp);
     sharded_units_.emplace_back(*unit, std::move(sharded));
   }
+}
+
+void Optimizer::wait_for(ShardedNewtonSchulz& sharded) {
+  const auto exchanging = engine_->clock().in(Phase::tp_exchange);
+  sharded.wait();
 }
 
 void Optimizer::finish_in_shards(const std::vector<GroupSettings>& groups) {
   const int rounds = sharded_gram_rounds(config_.newton_schulz);
   for (int round = 0; round < rounds; ++round) {
-    for (auto& [unit, sharded] : sharded_units_) sharded->send_factors();
     for (auto& [unit, sharded] : sharded_units_) {
+      wait_for(*sharded);
+      sharded->send_factors();
+    }
+    for (auto& [unit, sharded] : sharded_units_) {
+      wait_for(*sharded);
       sharded->apply_factors();
       if (round + 1 < rounds) sharded->send_grams();
     }
   }
+  exchanging_.reset();
   for (auto& [unit, sharded] : sharded_units_) {
     for (const auto& [slot, piece, led] : sharded->results()) {
       const int matrix = engine_->store(unit).slots()[slot].matrix;

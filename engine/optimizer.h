@@ -77,6 +77,7 @@ class Optimizer {
 
  private:
   StepWord word(const std::vector<GroupSettings>& groups, const SymmetricGradients& symmetric);
+  StepVerdict agreed(const StepWord& mine);
   void raise_everywhere(std::string error);
   int64_t find_nonfinite(const SymmetricGradients& symmetric) const;
   void check(const StepVerdict& verdict, const SymmetricGradients& symmetric) const;
@@ -96,6 +97,7 @@ class Optimizer {
                     const GroupSettings& group);
   void update_locally(int unit, const std::vector<GroupSettings>& groups);
   std::function<void()> scatter(int unit, const std::vector<GroupSettings>& groups);
+  void wait_for(ShardedNewtonSchulz& sharded);
   void start_in_shards(const std::vector<GroupSettings>& groups);
   void finish_in_shards(const std::vector<GroupSettings>& groups);
   at::Tensor with_momentum(int matrix, const at::Tensor& gradient, const GroupSettings& group,
@@ -113,6 +115,7 @@ class Optimizer {
   std::vector<int32_t> in_shards_;
   // Of this step: the units with matrices in shards, as `order` has them.
   std::vector<std::pair<int, std::unique_ptr<ShardedNewtonSchulz>>> sharded_units_;
+  std::shared_ptr<void> exchanging_;  // theirs, for the clock
   std::vector<int64_t> ns_per_matrix_;
   int64_t ns_calls_ = 0;
   int64_t ns_calls_last_step_ = 0;

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/transport_checks.h"
 
@@ -115,6 +116,10 @@ void ShardedNewtonSchulz::exchange(const std::vector<int64_t>& send_counts,
   pending_ = tp_.start_exchange(received_, recv_counts, sent_, send_counts, unit_.name());
 }
 
+void ShardedNewtonSchulz::wait() {
+  if (const auto pending = std::exchange(pending_, nullptr)) pending->wait();
+}
+
 // To the owners in rank order, each owner's members in the order of the slots.
 void ShardedNewtonSchulz::send_grams() {
   const std::vector<int64_t> counts = to_owners();
@@ -141,7 +146,7 @@ void ShardedNewtonSchulz::write_gram(Member& member) const {
 
 // Every rank gets the same.
 void ShardedNewtonSchulz::send_factors() {
-  pending_->wait();
+  wait();
   const at::Tensor grams = received_;
   const int64_t others = tp_.size() - 1;
   sent_ = empty_message(others * led_elements());
@@ -181,7 +186,7 @@ at::Tensor ShardedNewtonSchulz::factor_of(Member& member,
 }
 
 void ShardedNewtonSchulz::apply_factors() {
-  pending_->wait();
+  wait();
   int64_t at = 0;
   for (int r = 0; r < tp_.size(); ++r) {
     for (auto& member : members_) {

@@ -44,7 +44,8 @@ class ShardedNewtonSchulz {
   void add(int slot, const at::Tensor& shard);
 
   // sharded_gram_rounds times, in this order; collective. The first two issue what the next one
-  // waits for.
+  // waits for; `wait` does so before, for who wants to know how long it takes.
+  void wait();
   void send_grams();
   void send_factors();
   void apply_factors();

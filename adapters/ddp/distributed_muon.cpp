@@ -87,10 +87,13 @@ void DistributedMuon::set_adamw_options() {
 bool DistributedMuon::step() {
   const c10::NoGradGuard no_grad;
   read_gradients();
-  if (!optimizer_->step(settings_of(options_), gradients_, problem())) return false;
-  set_adamw_options();
-  adamw_->step();
-  return true;
+  const bool goes_on = optimizer_->step(settings_of(options_), gradients_, problem());
+  if (goes_on) {
+    set_adamw_options();
+    adamw_->step();
+  }
+  engine_->clock().end_step();
+  return goes_on;
 }
 
 void DistributedMuon::zero_grad() {

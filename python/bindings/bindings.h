@@ -18,6 +18,7 @@ void bind_plan(py::module_& m);
 void bind_config(py::module_& m);
 void bind_agreement(py::module_& m);
 void bind_flight_ring(py::module_& m);
+void bind_step_clock(py::module_& m);
 void bind_engine(py::module_& m);
 void bind_optimizer(py::module_& m);
 void bind_fsdp2(py::module_& m);

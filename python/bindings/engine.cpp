@@ -198,6 +198,8 @@ void bind_engine(py::module_& m) {
            })
       .def("set_value", &Engine::set_value, py::arg("matrix"), py::arg("value"), Release())
       .def("mark_changed", &Engine::mark_changed, py::arg("matrix"), Release())
+      .def("clock", py::overload_cast<>(&Engine::clock),
+           py::return_value_policy::reference_internal)
       .def("counters", &counters);
 }
 

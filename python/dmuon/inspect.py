@@ -1,11 +1,10 @@
 """What dmuon did and will do, as plain data. Local: no collectives."""
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from dmuon import _C
 from dmuon.runtime import DedicatedParam, runtime_of
+from dmuon.step_report import Report
 
 
 def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
@@ -53,8 +52,9 @@ def _plain(value):
     return value.item() if hasattr(value, "item") else value
 
 
-def report(model: nn.Module) -> Mapping:
-    """What this rank has done since setup, and the plan it follows. JSON-friendly. Local.
+def report(model: nn.Module) -> Report:
+    """What this rank has done since setup, the plan it follows, and where the time of its last step went. Local. A
+    dictionary of plain data: ``print`` it, ``json.dumps`` it or call ``to_json()``, ``plot("step.png")`` it.
 
     ``ns_calls``: Newton-Schulz runs of this rank since setup; ``ns_calls_last_step``: of the last step,
     which summed over the job is the number of matrices. ``ns_workspace_bytes``: what Newton-Schulz keeps
@@ -64,15 +64,49 @@ def report(model: nn.Module) -> Mapping:
     what the training thread has waited for reductions, in microseconds. ``ranks_planned`` and
     ``parameters``: one record for each; a parameter's ``kernel`` is the Newton-Schulz that runs for it.
 
+    ``last_step``: None before the first one; else seconds of this rank's host, by a monotonic clock. The last
+    step lasts from the end of the one before (the first: from setup) to the end of ``step()``; a ``step()`` that
+    raises ends none. On an accelerator the host enqueues and goes on: its times are not the device's.
+
+    - ``seconds``: of the whole step. ``phases``, of the training thread, add up to it:
+
+      - ``forward``: from the first dedicated unit's forward to the first hook of a backward pass: the model, the
+        loss, and what the runtime does and waits for by itself. ``backward``: from there to the end of the pass.
+        ``other``: outside of these and of ``step()``: data, clipping, the script; under DeepSpeed its step, too, up
+        to the update of the matrices.
+      - ``forward_fetch``, ``backward_fetch``: whole weights were issued and waited for.
+      - ``reduce_issue``: gradients were packed and sent. ``reduce_wait``: waiting for their sums, and adding up
+        small ones: the tail of a pass that nothing hides.
+      - ``tp_exchange``: packing, sending and waiting for gradients, updates and factors over the TP axis.
+      - ``agreement``: one small all-reduce per pass, step and norm. It waits for the slowest rank.
+      - ``checks``: gradients were read for what is not finite; bookkeeping of the step.
+      - ``newton_schulz``: momentum, Newton-Schulz and update of what this rank owns, on either route.
+      - ``publish``: updated weights for other replicas: issued, and waited for where they were not there in time.
+      - ``adamw``: the rest of ``step()``: AdamW of the parameters that are not dedicated; under DeepSpeed the
+        rest of its step.
+
+    - ``waiting_seconds``: of it, the phases of communication: both fetches, ``reduce_wait``, ``tp_exchange``,
+      ``agreement``, ``publish``.
+    - ``beside``: what goes on beside the training thread. ``seconds``: while there was any of it;
+      ``hidden_seconds``: of these, while the training thread was in another phase than those. ``fetch``: of one ahead of its use, from the
+      issue until the thread has the weights; ``reduce``: from the issue until the sum is there, a small one
+      (less than 1 MiB) until the thread adds it up: at most what was on the wire took so long; ``tp``: while
+      the lane gathers, and from an update's issue until it is there; ``publish``: while the lane copies and sends,
+      as a rule beside the forward of the next step, and counted there.
+
     Raises:
         ValueError: the model has no dedicated parameters.
     """
     runtime = runtime_of(model)
     plan, optimizer = runtime.plan, runtime.optimizer()
     muon = optimizer._muon if optimizer is not None else None
-    return {
+    clock = runtime.engine.clock()
+    facts = {
         "rank": runtime.global_rank,
         "ranks": len(runtime.global_ranks),
+        "runtime": _runtime_name(runtime),
+        "topology": dict(zip(("shard", "replicate", "tp"), runtime.axes.sizes)),
+        "device": runtime.axes.device_type,
         "matrices": len(runtime.params),
         "units": len(plan.units),
         "routes": _count(param.route for param in runtime.params),
@@ -96,7 +130,14 @@ def report(model: nn.Module) -> Mapping:
             )
         ],
         "parameters": [_describe(param, optimizer) for param in runtime.params],
+        "last_step": clock.last_step() if clock.steps() else None,
     }
+    return Report(facts, clock.spans())
+
+
+def _runtime_name(runtime) -> str:
+    kinds = {_C.Fsdp2Adapter: "FSDP2", _C.DdpAdapter: "DDP", _C.ZeroAdapter: "DeepSpeed ZeRO"}
+    return next(name for kind, name in kinds.items() if isinstance(runtime.adapter, kind))
 
 
 def _tensor_parallel(runtime, muon) -> dict | None:

@@ -1,4 +1,4 @@
-"""Plans as tables for a terminal and pictures for a page."""
+"""What plans and reports look like: amounts, tables, bars; and plans as tables and pictures."""
 
 import statistics
 
@@ -16,9 +16,27 @@ def amount(value: float, unit: str, base: int = 1000) -> str:
     return f"{value:.{digits}f} {_UNITS[step]}{unit}"
 
 
+def duration(seconds: float) -> str:
+    """``35.2 ms``."""
+    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if seconds >= s), ("us", 1e-6))
+    value = seconds / size
+    return f"{value:.{0 if unit == 'us' else 2 if value < 10 else 1}f} {unit}"
+
+
 def table(rows: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def new_figure(what: str, size: tuple[float, float]):
+    """Raises ImportError where there is no matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs the package matplotlib: pip install matplotlib."
+        ) from error
+    return Figure(figsize=size, layout="constrained")
 
 
 def plan_table(planned) -> str:
@@ -51,30 +69,27 @@ def plan_table(planned) -> str:
             f"{amount(sum(moved.values()), 'B')} in the job" if moved else "none: one rank",
         ),
         *((f"  {channel}", amount(count, "B")) for channel, count in moved.items()),
-        ("load by rank", _bars(facts["loads"])),
+        ("load by rank", bars(facts["loads"])),
     ]
     return table(rows)
 
 
-def _bars(loads: list[float]) -> str:
+def bars(loads: list[float]) -> str:
     """One character for each rank, or for the busiest of several."""
     group = -(-len(loads) // _WIDTH)
     tops = [max(loads[i : i + group]) for i in range(0, len(loads), group)]
     top = max(tops) or 1
-    bars = "".join(_BARS[round(load / top * (len(_BARS) - 1))] for load in tops)
-    return bars + (f"  ({group} ranks each)" if group > 1 else "")
+    line = "".join(_BARS[round(load / top * (len(_BARS) - 1))] for load in tops)
+    return line + (f"  ({group} ranks each)" if group > 1 else "")
 
 
 def plan_picture(planned, path: str) -> None:
     """Ranks x load, and what each owner holds. Needs matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        figure = new_figure("--picture", (9, 5))
     except ImportError as error:
-        raise ValueError(
-            "--picture needs the package matplotlib: pip install matplotlib."
-        ) from error
+        raise ValueError(str(error)) from error
     loads, state = sorted(planned.plan.loads(), reverse=True), planned.plan.state_bytes()
-    figure = Figure(figsize=(9, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     above.bar(range(len(loads)), [load / 1e12 for load in loads], width=1.0)
     above.axhline(

@@ -258,7 +258,8 @@ class Runtime:
         self.on_device = True
 
     def after_step(self) -> None:
-        """The first step without a single dedicated gradient is most often a mistake."""
+        """Ends the clock's step. The first one without a single dedicated gradient is most often a mistake."""
+        self.engine.clock().end_step()
         if self.stepped:
             return
         self.stepped = True

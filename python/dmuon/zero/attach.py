@@ -121,6 +121,7 @@ class Attached:
         """Of whatever came of it: gradients are dropped, as DeepSpeed drops its own."""
         self.drop_gradients()
         self._forget_step()
+        self.runtime.engine.clock().end_step()
 
     def drop_gradients(self) -> None:
         self.runtime.engine.wait_reductions()
