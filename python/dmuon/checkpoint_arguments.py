@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dmuon import _C, plain_data
 from dmuon.agreement import on_every_rank
-from dmuon.optimizer import optimizer_of
+from dmuon.engine_optimizer import optimizer_of
 from dmuon.runtime import Runtime
 
 

@@ -7,14 +7,18 @@ import torch
 
 from dmuon import plain_data
 from dmuon.errors import listed
-from dmuon.full_state import misfits
+from dmuon.extra_state import is_extra
+from dmuon.given import misfits
 from dmuon.param_groups import ADAMW_KEYS, MUON_KEYS, check_settings
-from dmuon.tensor_parallel import local_part
+from dmuon.tensor_parallel import local_part, overlaps_itself
+
+EXTRA = "extra_state."  # what a module keeps beside tensors: text, as bytes
 
 
 def tensors_of(state: Mapping) -> dict[str, torch.Tensor]:
     """Those of a ``dmuon.state_dict``, by the names that a checkpoint has for them."""
-    flat = {f"model.{name}": t for name, t in state["model"].items()}
+    kept = {name for name in state["model"] if is_extra(name)}
+    flat = {f"model.{name}": t for name, t in state["model"].items() if name not in kept}
     for name, entry in state.get("optim", {}).get("state", {}).items():
         flat |= {f"optim.{name}.{key}": t for key, t in entry.items()}
     return flat
@@ -42,12 +46,19 @@ def fitted(path: Path, content: Mapping, state: Mapping, dedicated: set[str]) ->
     read = {name: t for name, t in mine.items() if _owner(name) not in free}
     problem = (
         _group_problem(path, content, state)
+        or misfits(str(path), *_extras(content, state))
         or misfits(str(path), {n: _like(t) for n, t in saved.items()}, _shapes(read))
         or _kind_problem(path, saved, read)
     )
     if problem:
         raise ValueError(problem)
     return read, [t for name, t in mine.items() if name not in read]
+
+
+def _extras(content: Mapping, state: Mapping) -> tuple[dict, dict]:
+    """Saved ones and ours."""
+    saved = [name.removeprefix(EXTRA) for name in content["tensors"] if name.startswith(EXTRA)]
+    return dict.fromkeys(saved), dict.fromkeys(key for key in state["model"] if is_extra(key))
 
 
 def _concerns(name: str, state: Mapping, entries: Mapping) -> bool:
@@ -78,18 +89,13 @@ def _kind_problem(path: Path, saved: Mapping, read: Mapping) -> str:
     ]
     if kinds:
         return f"{path} does not fit, nothing was loaded. Of a dtype that cannot be cast: {'; '.join(kinds[:10])}."
-    shared = [name for name, t in read.items() if _overlaps(local_part(t))]
+    shared = [name for name, t in read.items() if overlaps_itself(local_part(t))]
     if not shared:
         return ""
     return (
         f"{path} cannot be loaded, nothing was: elements of {listed(shared)} share memory, as expand() makes them. "
         "Register the tensor's clone(memory_format=torch.contiguous_format)."
     )
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    places = zip(tensor.shape, tensor.stride())
-    return tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in places)
 
 
 def _group_problem(path: Path, content: Mapping, state: Mapping) -> str:

@@ -47,11 +47,12 @@ def state_dict(
     Raises:
         ValueError: ``optimizer`` is not that of ``model``; DeepSpeed, and ``dedicated_only`` is not given.
     """
-    return State(model, optimizer, dedicated_only=dedicated_only)
+    runtime = runtime_of_whole(model)
+    return on_every_rank(runtime, lambda: State(model, optimizer, dedicated_only=dedicated_only))
 
 
 class State(dict):
-    """See ``dmuon.state_dict``. Collective."""
+    """See ``dmuon.state_dict``, which makes it. To make it is local."""
 
     def __init__(self, model: nn.Module, optimizer: Muon | None, *, dedicated_only: bool = False):
         runtime = runtime_of_whole(model)
@@ -63,9 +64,7 @@ class State(dict):
                 "dmuon.state_dict(engine, optimizer, dedicated_only=True)."
             )
         self._model, self._dedicated_only = model, dedicated_only
-        self._optimizer = on_every_rank(
-            runtime, lambda: None if optimizer is None else optimizer_of(runtime, optimizer)
-        )
+        self._optimizer = None if optimizer is None else optimizer_of(runtime, optimizer)
         super().__init__(self.state_dict())
 
     def state_dict(self) -> dict:

@@ -19,6 +19,11 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def is_extra(key: str) -> bool:
+    """Of a key of a state dict."""
+    return key.rpartition(".")[2] == _KEY
+
+
 def snapshot_of(value):
     """A copy: the module goes on with the original."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

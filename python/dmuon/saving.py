@@ -21,8 +21,9 @@ from dmuon.checkpoint_arguments import (
     text_of,
 )
 from dmuon.checkpoint_directory import committed, is_checkpoint, path_of, step_of
-from dmuon.checkpoint_fit import fitted, tensors_of
+from dmuon.checkpoint_fit import EXTRA, fitted, tensors_of
 from dmuon.distributed_state import State
+from dmuon.extra_state import is_extra
 from dmuon.optimizer import Muon
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.safe_storage import Reader, Writer
@@ -84,7 +85,7 @@ def save_checkpoint(
         ),
     )
     texts, state = on_every_rank(
-        runtime, lambda: (_texts(extra, rank_extra), State(model, optimizer))
+        runtime, lambda: _texts_and_state(extra, rank_extra, model, optimizer)
     )
     final = path_of(Path(given["directory"]), given["step"])
     part = from_first_rank(runtime, lambda: checkpoint_directory.new_part(final))
@@ -92,7 +93,7 @@ def save_checkpoint(
     with contextlib.ExitStack() as stack:
         claim = checkpoint_directory.claimed(part)
         _carry_out(runtime, part, lambda: stack.enter_context(claim) if first else None)
-        _carry_out(runtime, part, lambda: _write(runtime, part, given["step"], state, *texts))
+        _carry_out(runtime, part, lambda: _write(runtime, part, given["step"], state, texts))
         _carry_out(
             runtime, part, lambda: checkpoint_directory.commit(part, final) if first else None
         )
@@ -103,19 +104,30 @@ def save_checkpoint(
     return str(final)
 
 
-def _texts(extra, rank_extra) -> tuple[str, str | None]:
+@dataclass(frozen=True)
+class _Texts:
+    """What is no tensor, as it is saved."""
+
+    extra: str
+    of_rank: str | None
+    of_modules: dict[str, str]
+
+
+def _texts_and_state(extra, rank_extra, model, optimizer) -> tuple[_Texts, State]:
     of_rank = None if rank_extra is None else text_of("rank_extra", rank_extra)
-    return text_of("extra", extra or {}), of_rank
+    state = State(model, optimizer)
+    kept = {key: value for key, value in state["model"].items() if is_extra(key)}
+    of_modules = {key: text_of(key, {"value": value}) for key, value in kept.items()}
+    return _Texts(text_of("extra", extra or {}), of_rank, of_modules), state
 
 
-def _write(
-    runtime: Runtime, part: Path, step: int, state: State, extra: str, rank_extra: str | None
-) -> None:
+def _write(runtime: Runtime, part: Path, step: int, state: State, texts: _Texts) -> None:
     writer = Writer(part)
     tensors = tensors_of(state)
-    if rank_extra is not None:
-        content = bytearray(rank_extra, "utf-8")
-        tensors[_of_rank(runtime)] = torch.frombuffer(content, dtype=torch.uint8)
+    if texts.of_rank is not None:
+        tensors[_of_rank(runtime)] = _as_tensor(texts.of_rank)
+    if is_first(runtime):
+        tensors |= {EXTRA + key: _as_tensor(text) for key, text in texts.of_modules.items()}
     dcp.save(tensors, storage_writer=writer, process_group=runtime.control)
     if is_first(runtime):
         groups = state.get("optim", {}).get("param_groups", {})
@@ -124,10 +136,14 @@ def _write(
             "ranks": len(runtime.axes.job),
             "tensors": writer.tensors,
             "groups": plain_data.dumps({name: _plain(group) for name, group in groups.items()}),
-            "extra": extra,
+            "extra": texts.extra,
             "files": writer.files,
         }
         manifest.write_manifest(part, content, checkpoint_directory.next_order(part.parent))
+
+
+def _as_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
 
 def _of_rank(runtime: Runtime) -> str:
@@ -209,14 +225,16 @@ def load_checkpoint(
             reader,
             fitted(path, content, state, dedicated),
             _of_this_rank(runtime, content, reader),
+            _of_modules(state, reader),
         )
 
-    state, reader, (tensors, anew), rank_extra = on_every_rank(runtime, fit)
+    state, reader, (tensors, anew), rank_extra, of_modules = on_every_rank(runtime, fit)
     dcp.load(tensors, storage_reader=reader, process_group=runtime.control)
     for tensor in anew:
         local_part(tensor).detach().zero_()
     if optimizer is not None:
         state["optim"]["param_groups"] = plain_data.loads(content["groups"])
+    state["model"] |= of_modules
     state.load_state_dict(state)
     return Checkpoint(content["step"], str(path), plain_data.loads(content["extra"]), rank_extra)
 
@@ -273,6 +291,11 @@ def _checked(runtime: Runtime, path: Path) -> dict:
 def _verify(path: Path, content: Mapping, files: list[str]) -> None:
     if problem := manifest.damage(path, content, files):
         raise ValueError(problem)
+
+
+def _of_modules(state: State, reader: Reader) -> dict:
+    keys = [key for key in state["model"] if is_extra(key)]
+    return {key: plain_data.loads(reader.bytes_of(EXTRA + key).decode())["value"] for key in keys}
 
 
 def _of_this_rank(runtime: Runtime, content: Mapping, reader: Reader) -> dict | None:

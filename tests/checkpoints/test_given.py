@@ -228,6 +228,16 @@ def check_extra(rank, world_size, root):
     app = dmuon.state_dict(other.model, other.optimizer)
     dcp.load({"app": app}, checkpoint_id=f"{root}/dcp")
     assert_loaded(other)
+    dmuon.save_checkpoint(f"{root}/own", 1, run.model, run.optimizer)
+    other = start("fsdp2", {"make_model": Extra})
+    dmuon.load_checkpoint(f"{root}/own", other.model, other.optimizer)
+    assert_loaded(other)
+    plain = start("fsdp2")
+    load = lambda: dmuon.load_checkpoint(f"{root}/own", plain.model, plain.optimizer)  # noqa: E731
+    assert_all_raise(load, "ValueError", "unexpected: '_extra_state'")
+    run.model.kept = object()
+    save = lambda: dmuon.save_checkpoint(f"{root}/own", 2, run.model, run.optimizer)  # noqa: E731
+    assert_all_raise(save, "ValueError", "_extra_state cannot be saved", "object")
 
 
 def test_a_rate_that_is_a_tensor_is_saved_as_it_was_and_loaded_into():
