@@ -85,8 +85,9 @@ def newest_step(directory: str | os.PathLike) -> int | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is one, and not a directory of them."""
-    return any(os.path.lexists(path / name) for name in (manifest.MANIFEST, manifest.MARKER))
+    """Whether this is one, perhaps damaged, and not a directory of them, which may have a file of such a name."""
+    there = [os.path.lexists(path / name) for name in (manifest.MANIFEST, manifest.MARKER)]
+    return all(there) or (any(there) and _NAME.fullmatch(path.name) is not None)
 
 
 # Who may save ----------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_leftovers_of_crashed_saves_are_removed_and_foreign_files_are_not(tmp_pa
 
 
 def check_leftovers(rank, world_size, root):
-    foreign = {"notes.txt", "step_1", "best", ".hidden.part"}
+    foreign = {"notes.txt", "manifest.json", "step_1", "best", ".hidden.part"}
     ours = {".step_0000000001.part", ".step_0000000007.old", ".step_0000000001.00ff00ff.part"}
     if rank == 0:
         for name in foreign | ours:
