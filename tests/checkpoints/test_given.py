@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.checkpoints.kinds import assert_same, start, train, whole
 from tests.support.models import Net
@@ -279,6 +280,31 @@ def check_masters(rank, world_size, kind, root):
     for each in (run, other):
         train(each, 3, 5)
     assert_same(whole(other), whole(run))
+
+
+def test_torchs_own_functions_load_into_a_fresh_optimizer(tmp_path):
+    run_ranks(check_torchs_functions, 2, str(tmp_path))
+
+
+def check_torchs_functions(rank, world_size, root):
+    run, other = start("fsdp2"), start("fsdp2")
+    train(run, 0, 3)
+    dcp.save(of_torch(run), checkpoint_id=root)
+    state = of_torch(other)
+    dcp.load(state, checkpoint_id=root)
+    set_state_dict(
+        other.model,
+        other.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+    )
+    for each in (run, other):
+        train(each, 3, 5)
+    assert_same(whole(other), whole(run))
+
+
+def of_torch(run):
+    return dict(zip(("model", "optim"), get_state_dict(run.model, run.optimizer), strict=True))
 
 
 def both(run):
