@@ -149,7 +149,9 @@ def _of_dedicated(param) -> dict[str, torch.Tensor]:
 
 
 def _of_adamw(whole: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"exp_avg": whole, "exp_avg_sq": whole, "step": _meta(()), MASTER: _meta(whole.shape)}
+    """Moments of 16-bit parameters are float32 under DeepSpeed."""
+    moment = _meta(whole.shape, torch.promote_types(whole.dtype, torch.float32))
+    return {"exp_avg": moment, "exp_avg_sq": moment, "step": _meta(()), MASTER: _meta(whole.shape)}
 
 
 def _problem(given: Mapping, wanted: Mapping[str, dict]) -> str:

@@ -1,12 +1,14 @@
 """Process groups of dmuon's own."""
 
+import weakref
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon import _C
 from dmuon.axes import Axes
 
-# (ranks, role) -> (default group, group): a second model, or the same one set up again, makes no new
+# (ranks, role) -> (reference to the default group, group): a second model, or the same one set up again, makes no new
 # groups, until the default group is another one.
 _made: dict = {}
 
@@ -50,8 +52,11 @@ def own_group(mesh: DeviceMesh, role: str):
 def _group(like, role: str, ranks: tuple[int, ...] | None = None, backend: str | None = None):
     ranks = tuple(dist.get_process_group_ranks(like)) if ranks is None else ranks
     key, world = (ranks, role), dist.group.WORLD
-    if key not in _made or _made[key][0] is not world:
-        _made[key] = (world, _new_group(like, ranks, role, backend or dist.get_backend(like)))
+    if key not in _made or _made[key][0]() is not world:
+        _made[key] = (
+            weakref.ref(world),
+            _new_group(like, ranks, role, backend or dist.get_backend(like)),
+        )
     return _made[key][1]
 
 

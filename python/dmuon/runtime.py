@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -324,10 +325,13 @@ def register(model: nn.Module, runtime: Runtime) -> None:
 
 
 def _drain() -> None:
-    """At exit: peers wait for the publishes that this rank has not sent yet."""
+    """At exit: peers wait for the publishes that this rank has not sent yet. A backend's thread may still hold the
+    tensors of a message that has come, and one that needs the interpreter to drop them once that is gone aborts the
+    process (seen with twenty busy processes a core): it gets a moment."""
     for runtime in runtimes():
         with contextlib.suppress(Exception):
             runtime.engine.wait_publishes()
+    time.sleep(0.02)
 
 
 def runtimes() -> list[Runtime]:

