@@ -331,7 +331,7 @@ def _drain() -> None:
     for runtime in runtimes():
         with contextlib.suppress(Exception):
             runtime.engine.wait_publishes()
-    time.sleep(0.02)
+    time.sleep(0.05)
 
 
 def runtimes() -> list[Runtime]:
