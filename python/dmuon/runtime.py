@@ -382,6 +382,11 @@ def runtime_of(model, *, optional: bool = False) -> Runtime | None:
             )
     if optional:
         return None
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"a {type(model).__name__} was given where the model is wanted that dedicate_params got. (HF Trainer "
+            "by name: optimizer_cls_and_kwargs=(lambda: dmuon.Muon, {...}).)"
+        )
     raise ValueError(
         f"this {type(model).__name__} has no dedicated parameters. Call "
         "dmuon.dedicate_params(model, mesh, predicate) first, before fully_shard."

@@ -174,7 +174,7 @@ def _prepare_model(original, self, model, device_placement=None, evaluation_mode
     _check_precision(self)
     by_ddp = runtime.resident and runtime.replicas is None
     if by_ddp:
-        return original(self, model, device_placement, evaluation_mode)
+        return original(self, model, device_placement=False, evaluation_mode=evaluation_mode)
     return original(self, model, device_placement=False, evaluation_mode=True)
 
 
