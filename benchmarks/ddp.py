@@ -18,7 +18,7 @@ import torch.distributed as dist
 import wire_bytes
 from models import Chain, Gpt, block_matrices, is_block_matrix, text_batch
 from step_time import CONTEXT, LAYERS, PHASES, ROUNDS, SEQUENCES, WIDTH, WORLD_SIZE
-from support import Figure, Stopwatch, cpu_mesh, no_garbage_collection, run_ranks
+from support import Figure, Optimizers, Stopwatch, cpu_mesh, no_garbage_collection, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from wire_bytes import MATRICES, SIZE, STEPS, UNITS
@@ -74,21 +74,6 @@ def reported_and_kernel(wrapped: nn.Module, side: str) -> tuple[int, int]:
     return reported, wire_bytes.kernel_sent_bytes()
 
 
-class Both:
-    """Two optimizers as one."""
-
-    def __init__(self, *optimizers):
-        self._optimizers = optimizers
-
-    def step(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-
-
 def build(model: nn.Module, side: str):
     """The wrapper and the optimizer of one side; "nobody" leaves the matrices alone."""
     matrices = block_matrices(model)
@@ -103,7 +88,7 @@ def build(model: nn.Module, side: str):
     wrapped = DistributedDataParallel(model)
     if side == "AdamW":
         return wrapped, torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return wrapped, Both(torch_muon(matrices.values()), torch.optim.AdamW(rest, lr=1e-3))
+    return wrapped, Optimizers(torch_muon(matrices.values()), torch.optim.AdamW(rest, lr=1e-3))
 
 
 def torch_muon(matrices) -> torch.optim.Muon:

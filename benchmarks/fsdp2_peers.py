@@ -16,7 +16,7 @@ import dmuon
 import torch
 import wire_bytes
 from models import Chain, block_matrices, is_block_matrix
-from support import Figure, Stopwatch, cpu_mesh, no_garbage_collection, run_ranks, shard
+from support import Figure, Optimizers, Stopwatch, cpu_mesh, no_garbage_collection, run_ranks, shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from wire_bytes import MATRICES, SIZE, STEPS, UNITS
 
@@ -76,21 +76,6 @@ class Gathering(torch.optim.Optimizer):
 
 def shard_of(whole: torch.Tensor, like):
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-class Optimizers:
-    """Several as one."""
-
-    def __init__(self, *optimizers):
-        self.all = optimizers
-
-    def step(self) -> None:
-        for optimizer in self.all:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.all:
-            optimizer.zero_grad()
 
 
 def build(side: str, size: int = SIZE):

@@ -176,3 +176,18 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class Optimizers:
+    """Several as one."""
+
+    def __init__(self, *optimizers):
+        self.all = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.all:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.all:
+            optimizer.zero_grad()

@@ -10,7 +10,7 @@ from dmuon.errors import listed
 from dmuon.extra_state import is_extra
 from dmuon.given import misfits
 from dmuon.param_groups import ADAMW_KEYS, MUON_KEYS, check_settings
-from dmuon.tensor_parallel import local_part, overlaps_itself
+from dmuon.tensor_parallel import overlapping
 
 EXTRA = "extra_state."  # what a module keeps beside tensors: text, as bytes
 
@@ -89,7 +89,7 @@ def _kind_problem(path: Path, saved: Mapping, read: Mapping) -> str:
     ]
     if kinds:
         return f"{path} does not fit, nothing was loaded. Of a dtype that cannot be cast: {'; '.join(kinds[:10])}."
-    shared = [name for name, t in read.items() if overlaps_itself(local_part(t))]
+    shared = overlapping(read)
     if not shared:
         return ""
     return (

@@ -16,7 +16,7 @@ from dmuon.given import Source, misfits
 from dmuon.optimizer import Muon
 from dmuon.param_groups import check_settings
 from dmuon.runtime import Runtime, runtime_of_whole
-from dmuon.states import MASTER, NOT_SETTINGS, PLACING, MuonStates, plain
+from dmuon.states import MASTER, NOT_SETTINGS, PLACING, MuonStates, plain, plain_settings
 
 # A group of torch.optim.Muon has it. Its momentum is a running mean, ours a running sum.
 _OF_TORCH_MUON = "ns_coefficients"
@@ -206,7 +206,7 @@ def _skeleton(given: Mapping) -> dict:
     """What every rank must know before the tensors come: which states there are, and the groups."""
     return {
         "state": {name: list(entry) for name, entry in given["state"].items() if entry},
-        "groups": [{k: plain(v) for k, v in group.items()} for group in given["param_groups"]],
+        "groups": [plain_settings(group) for group in given["param_groups"]],
     }
 
 

@@ -12,7 +12,7 @@ from dmuon.extra_state import extra_states, snapshot_of
 from dmuon.given import Source, misfits
 from dmuon.names import clean
 from dmuon.runtime import Runtime, runtime_of_whole
-from dmuon.tensor_parallel import local_part, overlaps_itself
+from dmuon.tensor_parallel import overlapping
 
 
 @torch.no_grad()
@@ -37,10 +37,10 @@ def get_model_state_dict(
     extras = extra_states(runtime.model())
     dedicated = {name: param for param in runtime.params for name in param.names}
     receives = not rank0_only or runtime.global_rank == runtime.axes.job[0]
-    held = _model_tensors(runtime)
+    state = runtime.model().state_dict()
+    held = _model_tensors(runtime, state)
     whole: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}  # name of each tensor: a tied one has several
-    state = runtime.model().state_dict()
     made = {k: v for k, v in state.items() if clean(k) not in held and clean(k) not in extras}
     if made:  # by hooks of the model's own, such as parts of a fused weight
         state |= gather_owned(made, runtime.control, runtime.job_group)
@@ -115,7 +115,7 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
             one tied weight has two values; a rank gave no dictionary while others did.
     """
     runtime = runtime_of_whole(model)
-    held = _model_tensors(runtime)
+    held = _model_tensors(runtime, runtime.model().state_dict())
     dedicated = {name: param for param in runtime.params for name in param.names}
     wanted = {name: _like(runtime, dedicated.get(name), mine) for name, mine in held.items()}
     extras = extra_states(runtime.model())
@@ -141,7 +141,7 @@ def set_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor
 
 
 def _overlap(kept: Mapping[str, torch.Tensor]) -> str:
-    found = [name for name, mine in kept.items() if overlaps_itself(local_part(mine))]
+    found = overlapping(kept)
     if not found:
         return ""
     return (
@@ -169,11 +169,11 @@ def _like(runtime: Runtime, param, mine: torch.Tensor) -> torch.Tensor:
     return torch.empty(param.full_shape, dtype=param.dtype, device="meta")
 
 
-def _model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """What ``state_dict`` lists, with whole shapes: the parameters and buffers themselves."""
+def _model_tensors(runtime: Runtime, state: Mapping) -> dict[str, torch.Tensor]:
+    """What ``state``, the module's dictionary, lists, with whole shapes: the parameters and buffers themselves. That
+    comes first: with it FSDP2 frees what a forward has left whole."""
     model = runtime.model()
-    # First: FSDP2 frees what a forward has left whole.
-    keys = [clean(key) for key in model.state_dict()]
+    keys = [clean(key) for key in state]
     held = {clean(n): t for n, t in model.named_parameters(remove_duplicate=False)}
     held |= {clean(n): t for n, t in model.named_buffers(remove_duplicate=False)}
     return {key: held[key] for key in keys if key in held}

@@ -224,7 +224,7 @@ def _wrap_scaling(original):
     @functools.wraps(original)
     def clip_grads_with_norm_(parameters, *args, **kwargs):
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(hasattr(p, "_dedicated_owner_rank") for p in given):
+        if any(map(seams.is_dedicated, given)):
             raise ValueError(
                 "clip_grads_with_norm_ was given dedicated parameters, whose gradients lie on their owners: "
                 "get_total_norm has not seen them. Call dmuon.clip_grad_norm_(optimizer, max_norm), or "

@@ -27,6 +27,7 @@ from dmuon.extra_state import is_extra
 from dmuon.optimizer import Muon
 from dmuon.runtime import Runtime, runtime_of_whole
 from dmuon.safe_storage import Reader, Writer
+from dmuon.states import plain_settings
 from dmuon.tensor_parallel import local_part
 
 
@@ -135,7 +136,9 @@ def _write(runtime: Runtime, part: Path, step: int, state: State, texts: _Texts)
             "step": step,
             "ranks": len(runtime.axes.job),
             "tensors": writer.tensors,
-            "groups": plain_data.dumps({name: _plain(group) for name, group in groups.items()}),
+            "groups": plain_data.dumps(
+                {name: plain_settings(group) for name, group in groups.items()}
+            ),
             "extra": texts.extra,
             "files": writer.files,
         }
@@ -148,11 +151,6 @@ def _as_tensor(text: str) -> torch.Tensor:
 
 def _of_rank(runtime: Runtime) -> str:
     return f"rank_extra.{runtime.axes.job.index(runtime.global_rank)}"
-
-
-def _plain(group: Mapping) -> dict:
-    """A learning rate may be a tensor."""
-    return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
 
 
 def _carry_out(runtime: Runtime, part: Path, work: Callable[[], object]) -> None:

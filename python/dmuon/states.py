@@ -86,6 +86,10 @@ def plain(value):
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
+def plain_settings(group: Mapping) -> dict:
+    return {key: plain(value) for key, value in group.items()}
+
+
 def put(group: dict, settings: Mapping) -> None:
     """A setting that is a tensor stays that tensor, which compiled code and schedulers may hold."""
     for key, value in settings.items():

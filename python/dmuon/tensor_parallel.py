@@ -1,6 +1,7 @@
 """What a DTensor parameter is to the engine: the shard this rank holds, and where the others lie."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -138,3 +139,8 @@ def overlaps_itself(local: torch.Tensor) -> bool:
     return any(
         stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)
     )
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of those that cannot be written to: of whose elements here several are one in memory."""
+    return [name for name, t in tensors.items() if overlaps_itself(local_part(t))]

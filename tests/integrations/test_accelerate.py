@@ -20,6 +20,7 @@ from tests.support.hf import (
     need,
     pairs,
     projections,
+    resumed_to_the_bit,
     saved,
     seeded_llama,
     trainer_ready,
@@ -103,16 +104,8 @@ def check_accelerate(rank, world_size, put, folder):
     assert all(isinstance(m, FSDPModule) for m in (run.model, *run.model.model.layers))
     norms = run.train(2)
     assert_as_one_process(run.model, seeded_llama, LINEAR[:2], norms, even=True, read=full_weights)
-    run.accelerator.save_state(folder)
-    run.accelerator.save_state(folder)
-    middle = full_weights(run.model)
-    run.train(2, first=2)
-    end = full_weights(run.model)
-    for other in (run, Run(put)):
-        other.accelerator.load_state(folder)
-        assert_equal(full_weights(other.model), middle)
-        other.train(2, first=2)
-        assert_equal(full_weights(other.model), end)
+    run.accelerator.save_state(folder)  # and over it
+    other, end = resumed_to_the_bit(run, lambda: Run(put), full_weights, folder)
     check_saves(other, end, folder)
 
 

@@ -227,6 +227,24 @@ def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+def resumed_to_the_bit(run, fresh, read, folder):
+    """Saves an ``AcceleratedRun`` in the middle; what it loads itself, and a new one, goes on alike.
+
+    Returns:
+        The new one, and its weights at the end, as ``read(model)`` gives them.
+    """
+    run.accelerator.save_state(folder)
+    middle = read(run.model)
+    run.train(2, first=2)
+    end = read(run.model)
+    for other in (run, fresh()):
+        other.accelerator.load_state(folder)
+        assert_equal(read(other.model), middle)
+        other.train(2, first=2)
+        assert_equal(read(other.model), end)
+    return other, end
+
+
 def assert_equal(got, want):
     """By name, bit for bit."""
     assert set(got) == set(want), f"names differ: {set(got) ^ set(want)}"

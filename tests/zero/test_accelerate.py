@@ -14,6 +14,7 @@ from tests.support.hf import (
     hf_ready,
     need,
     pairs,
+    resumed_to_the_bit,
     saved,
     seeded_llama,
 )
@@ -35,15 +36,7 @@ def check_accelerate(rank, world_size, stage, folder):
     run = ZeroRun(stage)
     norms = run.train(2)
     assert_as_one_process(run.model, seeded_llama, LINEAR[:2], norms, even=True)
-    run.accelerator.save_state(folder)
-    middle = weights(run.model)
-    run.train(2, first=2)
-    end = weights(run.model)
-    for other in (run, ZeroRun(stage)):
-        other.accelerator.load_state(folder)
-        assert_equal(weights(other.model), middle)
-        other.train(2, first=2)
-        assert_equal(weights(other.model), end)
+    other, end = resumed_to_the_bit(run, lambda: ZeroRun(stage), weights, folder)
     check_accelerates_saves(other, end, folder)
 
 

@@ -196,7 +196,7 @@ def _no_sync(original, self, model):
 def _clip_grad_norm_(original, self, parameters, max_norm, norm_type=2):
     """One norm of all gradients, instead of one for each mesh and one of what lies on this rank."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not any(hasattr(p, "_dedicated_owner_rank") for p in given):
+    if not any(map(seams.is_dedicated, given)):
         return original(self, given, max_norm, norm_type)
     return clip_dedicated(given, max_norm, norm_type, False)
 

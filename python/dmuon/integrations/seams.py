@@ -111,7 +111,7 @@ def muon_of(optimizer) -> Muon | None:
 
 def check_sharded(model: nn.Module, runtime: Runtime) -> None:
     """Raises ValueError where nobody reduces the gradients of what was not dedicated."""
-    rest = any(p.requires_grad for p in model.parameters() if not _is_dedicated(p))
+    rest = any(p.requires_grad for p in model.parameters() if not is_dedicated(p))
     sharded = runtime.resident or any(isinstance(m, FSDPModule) for m in model.modules())
     if rest and not sharded:
         raise ValueError(
@@ -121,5 +121,5 @@ def check_sharded(model: nn.Module, runtime: Runtime) -> None:
         )
 
 
-def _is_dedicated(p) -> bool:
+def is_dedicated(p) -> bool:
     return hasattr(p, "_dedicated_owner_rank")
