@@ -15,6 +15,7 @@ from pathlib import Path
 
 SUBJECTS = (
     *("host_time", "step_time", "wire_bytes", "memory", "parity", "plan_time"),
+    "ns_accuracy",
     *("mesh", "mesh_tp", "mesh_time", "ddp", "fsdp2_peers", "zero", "zero_peer", "checkpoints"),
 )
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "engine/assign_state.h"
 #include "engine/error.h"

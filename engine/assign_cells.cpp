@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "engine/assign_state.h"
 #include "engine/order.h"

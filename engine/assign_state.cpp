@@ -1,6 +1,7 @@
 #include "engine/assign_state.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace dmuon::assign {
 

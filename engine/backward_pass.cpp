@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/engine.h"
 #include "engine/error.h"

@@ -1,12 +1,4 @@
-// Where the formulas come from, in multiples of s^3 with a = l / s, one multiply-add being two
-// operations. A product of s x l with l x s costs 2a, of s x s with s x s 2, and of s x s with s x
-// l 2a; a symmetric one costs half where one triangle is computed. We counted products per step:
-//
-//   direct  X X^T, A A and B X in each of k steps: k (4a + 2); symmetric: k (3a + 1).
-//   gram    X X^T once and Q X once: 4a (3a). Of s x s products the first step needs one (R R),
-//           each later step four (Q Z, R Z, Z R Z, R R): k steps need 4k - 3, each 2 (1).
-//           A restart applies Q to X and rebuilds the Gram matrix: 4a (3a) more, and it saves the
-//           three products that would carry Q and R over: -6 (-3).
+// The cost of a matrix: operations (kernels/flops.h), and what comes on top of them.
 //
 // Our kernels compute triangles and, from s = 128 on, restart after five steps only: 3a + 17 for k
 // = 5, and 6a + 14 below. torch's products (symmetric_products = false) are whole ones, with a
@@ -18,28 +10,17 @@
 #include <algorithm>
 
 #include "engine/plan.h"
+#include "kernels/flops.h"
 
 namespace dmuon {
 namespace {
 
-double direct_flops(double s, double l, double steps, bool symmetric) {
-  return steps * (symmetric ? 3 * s * s * l + s * s * s : 4 * s * s * l + 2 * s * s * s);
-}
-
-int chains_of(double s, int steps, bool symmetric) {
-  if (symmetric && s >= 128) return (steps + 4) / 5;
+double chains_of(double s, int steps, Products products) {
+  if (products == Products::triangles && !is_small(s)) {
+    return (steps + kLongestChain - 1) / kLongestChain;
+  }
   return steps > 2 ? 2 : 1;
 }
-
-double gram_flops(double s, double l, int steps, bool symmetric) {
-  const double chains = chains_of(s, steps, symmetric);
-  const double wide = chains * (symmetric ? 3 : 4);
-  const double square = (4 * steps - 3 * chains) * (symmetric ? 1 : 2);
-  return wide * s * s * l + square * s * s * s;
-}
-
-// As in kernels/cpu/recipe.cpp: gram runs where direct takes more than this of its operations.
-double gram_handicap(double s, bool symmetric) { return !symmetric ? 1 : s < 128 ? 1.5 : 1.1; }
 
 // A product of order s takes the time of one whose order is larger by this.
 constexpr double kOrderOffset = 40;
@@ -61,10 +42,12 @@ double long_dim(const Matrix& m) { return static_cast<double>(std::max(m.rows, m
 
 double flops_of_one(const Matrix& matrix, const PlanPolicy& policy) {
   const double s = short_dim(matrix), l = long_dim(matrix);
-  const bool symmetric = policy.symmetric_products;
-  const double direct = direct_flops(s, l, policy.ns_steps, symmetric);
-  const double gram = gram_flops(s, l, policy.ns_steps, symmetric);
-  const bool cheaper = gram * gram_handicap(s, symmetric) < direct;
+  const Products products = policy.symmetric_products ? Products::triangles : Products::whole;
+  const double direct = direct_flops(s, l, policy.ns_steps, products);
+  const double chains = chains_of(s, policy.ns_steps, products);
+  const double gram = gram_flops(s, l, policy.ns_steps, chains, products);
+  const double handicap = policy.symmetric_products ? gram_handicap(s) : 1;
+  const bool cheaper = gram * handicap < direct;
   return cheaper && !policy.direct ? gram : direct;
 }
 

@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <utility>
 

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/flight_ring.h"
@@ -221,6 +222,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static void keep_local(Slot& slot);
   void end_pass();
   void collect(UnitRuntime& unit);
+  void finish(UnitRuntime& unit);
   void hand_out(UnitRuntime& unit);
   static void drop_gradients(UnitRuntime& unit);
 

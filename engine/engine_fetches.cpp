@@ -1,5 +1,7 @@
 // The fetches of Engine: whole weights come from their holders, and the next unit's while one
 // computes.
+#include <utility>
+
 #include "engine/engine.h"
 #include "engine/task_scope.h"
 

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <utility>
 
 #include "engine/engine.h"
 #include "engine/stopwatch.h"
@@ -75,15 +76,21 @@ void Engine::keep_local(Slot& slot) {
   slot.local.add_(fresh);
 }
 
+// A failure stays: whoever comes again meets it again.
+void Engine::finish(UnitRuntime& unit) {
+  if (unit.finish_here) {
+    unit.reduction->finish(nullptr);
+  } else {
+    unit.reduced.wait();
+  }
+  unit.reducing.reset();
+}
+
 // The reduction in flight, if any, is added to what earlier passes have brought to the owner.
 void Engine::collect(UnitRuntime& unit) {
   if (!unit.reduction) return;
   const auto waiting = clock_.in(Phase::reduce_wait);
-  if (std::exchange(unit.finish_here, false))
-    unit.reduction->finish(nullptr);
-  else
-    unit.reduced.wait();
-  unit.reducing.reset();
+  finish(unit);
   if (!unit.gathering.empty()) {
     const auto exchanging = clock_.in(Phase::tp_exchange);
     const auto start = std::chrono::steady_clock::now();

@@ -1,3 +1,6 @@
+#include <functional>
+#include <utility>
+
 #include "engine/event_state.h"
 
 namespace dmuon {

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "engine/error.h"
 #include "kernels/sum_pieces.h"
 
 namespace dmuon {
@@ -53,6 +54,10 @@ at::Tensor whole_gradient(Engine& engine, int matrix) {
 }
 
 double gradient_norm(Engine& engine, const GradientSet& set, double p) {
+  if (!(p >= 0)) {
+    throw ConfigError(
+        message("norm_type is ", p, "; it must be at least 0, inf for the largest magnitude."));
+  }
   engine.wait_reductions();
   at::Tensor total = at::zeros({2}, at::kDouble);
   auto* data = total.data_ptr<double>();
@@ -62,6 +67,23 @@ double gradient_norm(Engine& engine, const GradientSet& set, double p) {
   engine.control().all_reduce(total, std::isinf(p) ? ReduceOp::max : ReduceOp::sum, "(norm)");
   if (data[1] > 0) return std::nan("");
   return std::isinf(p) || p == 0 ? data[0] : std::pow(data[0], 1 / p);
+}
+
+double clip_gradients(Engine& engine, const GradientSet& set, double max_norm, double p,
+                      bool error_if_nonfinite) {
+  if (!(max_norm >= 0)) {
+    throw ConfigError(
+        message("max_norm is ", max_norm, "; it must be at least 0, inf to measure alone."));
+  }
+  const double norm = gradient_norm(engine, set, p);
+  if (error_if_nonfinite && !std::isfinite(norm)) {
+    throw RuntimeFailure(
+        message("the total norm of order ", p, " of the gradients is ", norm,
+                ", so it cannot be clipped. To clip anyway, pass error_if_nonfinite=False."));
+  }
+  const double factor = max_norm / (norm + 1e-6);
+  if (!(factor >= 1)) scale_gradients(engine, set, factor);
+  return norm;
 }
 
 void scale_gradients(Engine& engine, const GradientSet& set, double factor) {

@@ -3,6 +3,7 @@
 #include <boost/asio/strand.hpp>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <optional>
 #include <utility>
 

@@ -1,3 +1,4 @@
+#include <functional>
 #include <mutex>
 #include <utility>
 

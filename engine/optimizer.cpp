@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <utility>
 
 #include "engine/gradients.h"
 #include "engine/tp_exchange.h"

@@ -1,5 +1,6 @@
 // What the ranks agree on before a step: the first half of Optimizer::step.
 #include <algorithm>
+#include <utility>
 
 #include "engine/digest.h"
 #include "engine/error.h"

@@ -1,5 +1,7 @@
 #include "engine/reduction.h"
 
+#include <utility>
+
 #include "kernels/pack.h"
 
 namespace dmuon {

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <utility>
+
 #include "engine/transport_checks.h"
 #include "kernels/pack.h"
 

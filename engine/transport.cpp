@@ -1,5 +1,7 @@
 #include "engine/transport.h"
 
+#include <utility>
+
 namespace dmuon {
 namespace {
 

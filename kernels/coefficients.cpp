@@ -1,9 +1,6 @@
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
-#include "kernels/checks.h"
-#include "kernels/error.h"
 #include "kernels/newton_schulz.h"
 
 namespace dmuon {
@@ -14,38 +11,7 @@ CoefficientRow damped(const CoefficientRow& row, double s) {
   return {row[0] / s, row[1] / std::pow(s, 3), row[2] / std::pow(s, 5)};
 }
 
-double mapped(double sigma, const CoefficientSet& set, int steps) {
-  for (int step = 0; step < steps; ++step) {
-    const auto& [a, b, c] = set.row(step);
-    const double square = sigma * sigma;
-    sigma *= a + square * (b + square * c);
-  }
-  return sigma;
-}
-
-struct Checked {
-  std::vector<CoefficientRow> rows;
-  PastEnd past_end = PastEnd::repeat_last;
-  int steps = 0;
-};
-
 }  // namespace
-
-void require_tame(const CoefficientSet& set, int steps) {
-  static thread_local Checked last;
-  if (last.steps == steps && last.rows == set.rows && last.past_end == set.past_end) return;
-  constexpr double kLargest = 1.005, kPoints = 1000;
-  const int all = std::max(steps, static_cast<int>(set.rows.size()));
-  for (int i = 1; i <= kPoints; ++i) {
-    const double sigma = kLargest * i / kPoints, image = mapped(sigma, set, all);
-    if (image >= 0 && image <= 1.5) continue;
-    throw ConfigError(message("The coefficient set '", set.name, "' maps a singular value of ",
-                              sigma, " to ", image, " in ", all,
-                              " steps; it must stay within [0, 1.5] up to 1.005. Divide each row "
-                              "(a, b, c) by (s, s^3, s^5) with s = 1.05, or use another set."));
-  }
-  last = {set.rows, set.past_end, steps};
-}
 
 const CoefficientRow& CoefficientSet::row(int step) const {
   const auto index = static_cast<size_t>(step);

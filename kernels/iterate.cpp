@@ -10,6 +10,8 @@
 #include <set>
 #include <utility>
 
+#include "kernels/flops.h"
+
 namespace dmuon {
 namespace {
 
@@ -110,7 +112,6 @@ void Chain::extend_product(double a) {
 }
 
 std::vector<int> chain_bounds(const NewtonSchulz& options, const std::vector<int>& open) {
-  constexpr int kLongestChain = 5;
   const std::vector<int>& asked = options.restarts ? *options.restarts : open;
   const std::set<int> restarts(asked.begin(), asked.end());
   std::vector<int> bounds = {0};

@@ -23,9 +23,10 @@ void require_restart_inside(int restart, int steps) {
 
 void require_fits(const NsJob& job) {
   require_matrices(job.in);
+  require_matrices(job.out, "an out");
   const at::ScalarType dtype = job.out.scalar_type();
   const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-  if (known && job.out.is_contiguous() && job.out.sizes() == job.in.sizes() &&
+  if (known && job.out.is_contiguous() && !job.out.is_neg() && job.out.sizes() == job.in.sizes() &&
       job.out.device() == job.in.device()) {
     return;
   }
@@ -38,24 +39,15 @@ void require_fits(const NsJob& job) {
 
 }  // namespace
 
-void require_matrices(const at::Tensor& x) {
-  if (x.dim() != 2 && x.dim() != 3) {
-    throw ConfigError(message("Newton-Schulz got a tensor of ", x.dim(), " dims, sizes ", x.sizes(),
-                              "; it takes [m, n] or [b, m, n]. Choose a view for this weight."));
-  }
-  if (!x.is_floating_point()) {
-    throw ConfigError(message("Newton-Schulz got dtype ", x.scalar_type(),
-                              "; it takes a floating-point tensor. Convert it first."));
-  }
-}
-
 void NewtonSchulz::validate() const {
-  if (steps < 1) {
-    throw ConfigError(message("Newton-Schulz has steps = ", steps, "; at least 1 is needed."));
+  if (steps < 1 || steps > kMostSteps) {
+    throw ConfigError(message("Newton-Schulz has steps = ", steps, "; it takes 1 to ", kMostSteps,
+                              ". Five is usual."));
   }
-  if (coefficients.rows.empty()) {
-    throw ConfigError(message("The coefficient set '", coefficients.name,
-                              "' has no rows; give at least one (a, b, c)."));
+  const size_t rows = coefficients.rows.size();
+  if (rows < 1 || rows > kMostSteps) {
+    throw ConfigError(message("The coefficient set '", coefficients.name, "' has ", rows,
+                              " rows; give one (a, b, c) for each step, 1 to ", kMostSteps, "."));
   }
   require_tame(coefficients, steps);
   if (algorithm != NsAlgorithm::gram || !restarts) return;
@@ -66,11 +58,12 @@ at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
   options.validate();
   require_matrices(x);
   const at::NoGradGuard no_grad;
-  const at::Tensor there = x.numel() != 0 ? newton_schulz_on_device(x, options) : at::Tensor();
+  const at::Tensor in = x.resolve_neg();
+  const at::Tensor there = in.numel() != 0 ? newton_schulz_on_device(in, options) : at::Tensor();
   if (there.defined()) return there;
-  const at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+  const at::Tensor out = at::empty(in.sizes(), in.options().dtype(at::kFloat));
   NsWorkspace workspace;
-  newton_schulz({{x, out}}, options, workspace);
+  newton_schulz({{in, out}}, options, workspace);
   return out;
 }
 
@@ -79,16 +72,17 @@ void newton_schulz(const std::vector<NsJob>& jobs, const NewtonSchulz& options,
   options.validate();
   const at::NoGradGuard no_grad;
   std::vector<NsJob> on_cpu;
+  for (const NsJob& job : jobs) require_fits(job);
   for (const NsJob& job : jobs) {
-    require_fits(job);
     if (job.in.numel() == 0) continue;
-    const at::Tensor there = newton_schulz_on_device(job.in, options);
+    const at::Tensor in = job.in.resolve_neg();
+    const at::Tensor there = newton_schulz_on_device(in, options);
     if (there.defined()) {
       job.out.copy_(there);
-    } else if (job.in.is_cpu()) {
-      on_cpu.push_back(job);
+    } else if (in.is_cpu()) {
+      on_cpu.push_back({in, job.out});
     } else {
-      job.out.copy_(newton_schulz_mm(job.in, options));
+      job.out.copy_(newton_schulz_mm(in, options));
     }
   }
   cpu::newton_schulz_list(on_cpu, options, workspace);
@@ -96,7 +90,11 @@ void newton_schulz(const std::vector<NsJob>& jobs, const NewtonSchulz& options,
 
 std::string newton_schulz_kernel(int64_t batch, int64_t rows, int64_t cols,
                                  const NewtonSchulz& options) {
-  if (batch * rows * cols == 0) return "none";
+  if (batch < 0 || rows < 0 || cols < 0) {
+    throw ConfigError(message("Newton-Schulz got a shape of ", batch, " x ", rows, " x ", cols,
+                              "; batch, rows and cols are at least 0."));
+  }
+  if (batch == 0 || rows == 0 || cols == 0) return "none";
   return cpu::newton_schulz_name(batch, rows, cols, options);
 }
 

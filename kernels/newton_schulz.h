@@ -45,23 +45,26 @@ struct NewtonSchulz {
   // over X and makes the result more accurate. One more comes by itself after five steps without:
   // rounding grows with every step of a chain, and a long one diverges. nullopt leaves them to the
   // kernel, which makes one before the third step, but none in float32 on the CPU where the short
-  // dim is 128 or more: relative error 1e-5 on random matrices, 1e-3 on ill-conditioned ones, 3e-3
-  // on the cruellest measured; with the restart 5e-5.
+  // dim is 128 or more: relative error 1e-5 on random matrices, up to 3e-3 on ill-conditioned ones;
+  // with that restart up to 3e-4, with {1, 3} at most twice that of torch's direct iteration. For
+  // five steps of Polar Express; docs/newton_schulz.md has the table.
   std::optional<std::vector<int>> restarts;
   NsDtype dtype = NsDtype::automatic;
 
-  // Throws ConfigError: steps < 1, no coefficients, gram with a restart outside [1, steps), and
-  // coefficients that make singular values negative or larger than 1.5: those up to 1.005 of the
-  // Frobenius norm, half a percent being what 16-bit rounding may add.
+  // Throws ConfigError: steps or rows of coefficients outside [1, 1000], gram with a restart
+  // outside [1, steps), and coefficients that make singular values negative or larger than 1.5, or
+  // pass 1000 on the way: those up to 1.005 of the Frobenius norm, half a percent being what 16-bit
+  // rounding may add.
   void validate() const;
 };
 
-// x: [m, n] or [b, m, n], floating point, any strides, not modified. Returns the same shape in
-// float32, contiguous. Rows > cols is transposed inside. Empty in, empty out. Not differentiable.
-// Each matrix of a batch is divided by its own max|x| and then by its Frobenius norm, in fp32 with
-// the squares summed so that nothing over- or underflows (in float64 on the CPU): only an exact
-// zero gives zero. A NaN or an infinity makes its whole matrix NaN, and no other. Throws
-// ConfigError for other dims or dtypes.
+// x: [m, n] or [b, m, n] of float64, float32, bfloat16 or float16, any strides, not modified.
+// Returns the same shape in float32, contiguous. Rows > cols is transposed inside. Empty in, empty
+// out. Not differentiable. Each matrix of a batch is divided by its own max|x| and then by its
+// Frobenius norm, in fp32 with the squares summed so that nothing over- or underflows (in float64
+// on the CPU): only an exact zero gives zero. A NaN or an infinity makes its whole matrix NaN, and
+// no other. Throws ConfigError for other dims or dtypes, and for tensors without plain memory of
+// their own (kernels/checks.h).
 at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options);
 
 // One of a list: out = newton_schulz(in), of in's sizes, contiguous, float32, bfloat16 or float16,
@@ -73,8 +76,9 @@ struct NsJob {
 
 // All of an owner's matrices in one call: with several threads (at::get_num_threads) one matrix
 // after the other, shared by all, or several side by side, whichever ends first. The bits of a
-// matrix depend neither on the threads nor on its neighbours. On the CPU nothing is allocated while
-// shapes stay what they were, but for float64, for strides without a 1 and for norms beyond 2^100.
+// matrix depend neither on the threads nor on its neighbours. On the CPU no memory for
+// matrices is allocated while shapes stay what they were, but for float64, for strides without a 1
+// and for norms beyond 2^100. All jobs are checked before any runs.
 void newton_schulz(const std::vector<NsJob>& jobs, const NewtonSchulz& options,
                    NsWorkspace& workspace);
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/error.h"
+#include "kernels/flops.h"
 #include "kernels/iterate.h"
 #include "kernels/normalise.h"
 
@@ -32,15 +33,16 @@ void run_gram(Iterate& iterate, const NewtonSchulz& options) {
   }
 }
 
-// FLOPs in units of short^3, a bfloat16 product counting half; the chain is float32 in either case.
+// A bfloat16 product counts half; the chain, and the Gram matrix that it starts from, are float32.
 bool gram_is_cheaper(int64_t rows, int64_t cols, const NewtonSchulz& options) {
-  const double aspect = static_cast<double>(std::max(rows, cols)) / std::min(rows, cols);
-  const double weight = options.dtype == NsDtype::bfloat16 ? 0.5 : 1;
-  const double steps = options.steps;
-  const double chains = bounds_of(options).size() - 1;
-  const double direct = weight * steps * (4 * aspect + 2);
-  const double gram = chains * (1 + weight) * 2 * aspect + 8 * steps - 6 * chains;
-  return gram < direct;
+  const auto s = static_cast<double>(std::min(rows, cols));
+  const auto l = static_cast<double>(std::max(rows, cols));
+  const double saved = options.dtype == NsDtype::bfloat16 ? 0.5 : 0;
+  const auto chains = static_cast<double>(bounds_of(options).size()) - 1;
+  const double direct = direct_flops(s, l, options.steps, Products::whole);
+  const double applying = chains * 2 * s * s * l;
+  const double gram = gram_flops(s, l, options.steps, chains, Products::whole);
+  return gram - saved * applying < (1 - saved) * direct;
 }
 
 NsAlgorithm algorithm_for(int64_t rows, int64_t cols, const NewtonSchulz& options) {

@@ -3,6 +3,8 @@
 import dmuon
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support import oracle
 from tests.support.oracle import relative_error
@@ -111,9 +113,13 @@ def test_refuses_what_is_no_matrix(x):
         dmuon.newton_schulz(x)
 
 
-def test_refuses_integers_and_too_few_steps():
-    with pytest.raises(ValueError, match="steps"):
-        dmuon.newton_schulz(gaussian(3, 4), steps=0)
+@pytest.mark.parametrize("steps", [0, -1, 1001, 2**31, 2**70, 2.0, True, "5"])
+def test_refuses_steps_that_are_no_count(steps):
+    with pytest.raises(ValueError, match=r"ns_steps is .*whole number from 1 to 1000"):
+        dmuon.newton_schulz(gaussian(3, 4), steps=steps)
+
+
+def test_refuses_integers():
     with pytest.raises((ValueError, TypeError), match=r"(?i)float|int"):
         dmuon.newton_schulz(torch.ones(3, 4, dtype=torch.int64))
 
@@ -123,3 +129,72 @@ def test_a_backend_object_is_a_value():
     assert "direct" in repr(backend)
     with pytest.raises(ValueError, match="backend"):
         dmuon.NewtonSchulz(backend="svd")
+
+
+@pytest.mark.parametrize("restarts", [5, (1.5,), "2", (0,), (2**40,), (True,)])
+def test_refuses_restarts_that_are_no_steps(restarts):
+    with pytest.raises(ValueError, match="restart_iterations"):
+        dmuon.NewtonSchulz(restart_iterations=restarts)
+
+
+def test_restarts_and_coefficients_are_kept_as_tuples():
+    """An iterator would be used up by the check, and a list could be changed behind it."""
+    backend = dmuon.NewtonSchulz(
+        restart_iterations=iter([2, 3]), coefficients=[[3, -3, 1], [2, -1.5, 0.5]]
+    )
+    assert backend.restart_iterations == (2, 3)
+    assert backend.coefficients == ((3.0, -3.0, 1.0), (2.0, -1.5, 0.5))
+    assert hash(backend) == hash(
+        dmuon.NewtonSchulz(restart_iterations=[2, 3], coefficients=((3, -3, 1), (2, -1.5, 0.5)))
+    )
+
+
+@pytest.mark.parametrize("shape", [(-1, 4), (4, 2**31), (2**70, 2), (1.5, 2)])
+def test_a_shape_out_of_range_is_named(shape):
+    with pytest.raises(ValueError, match="whole number from 0 to"):
+        dmuon.get_ns_backend(*shape)
+
+
+def freed(x):
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def stand_ins():
+    """Tensors whose elements do not lie where a kernel would look for them."""
+    x = gaussian(8, 24)
+    yield "freed", freed(x.clone())
+    yield "sparse", x.to_sparse()
+    yield "nested", torch.nested.nested_tensor([x, x])
+    yield "jagged", torch.nested.nested_tensor([x, x], layout=torch.jagged)
+    yield "subclass", TwoTensor(x, x)
+    yield "float8", x.to(torch.float8_e4m3fn)
+    with FakeTensorMode():
+        yield "fake", torch.empty(8, 24)
+
+
+@pytest.mark.parametrize("given", [pytest.param(x, id=name) for name, x in stand_ins()])
+@pytest.mark.parametrize("function", ["newton_schulz", "gram_newton_schulz"])
+def test_refuses_a_tensor_without_plain_memory(function, given):
+    with pytest.raises(ValueError, match="Newton-Schulz got a tensor"):
+        getattr(dmuon, function)(given)
+
+
+def test_refuses_to_run_inside_vmap():
+    with pytest.raises((ValueError, RuntimeError), match="Newton-Schulz got a tensor"):
+        torch.vmap(dmuon.newton_schulz)(gaussian(3, 8, 24))
+
+
+def test_runs_under_a_mode_of_fake_tensors_as_an_error():
+    x = gaussian(8, 24)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(ValueError, match="Newton-Schulz got"),
+    ):
+        dmuon.newton_schulz(x)
+
+
+def test_sees_the_sign_of_a_lazily_negated_tensor():
+    x = gaussian(8, 24)
+    lazy = torch._neg_view(x)
+    assert torch.equal(dmuon.newton_schulz(lazy), dmuon.newton_schulz(-x))

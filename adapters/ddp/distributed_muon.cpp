@@ -106,10 +106,7 @@ double DistributedMuon::clip_grad_norm(double max_norm, double p) {
   std::iota(matrices.begin(), matrices.end(), 0);
   GradientSet set{.matrices = std::move(matrices)};
   (engine_->rank() == 0 ? set.counted : set.copies) = gradients_.tensors;
-  const double norm = gradient_norm(*engine_, set, p);
-  const double factor = max_norm / (norm + 1e-6);
-  if (!(factor >= 1)) scale_gradients(*engine_, set, factor);
-  return norm;
+  return clip_gradients(*engine_, set, max_norm, p, /*error_if_nonfinite=*/false);
 }
 
 void DistributedMuon::wait() { engine_->wait_publishes(); }

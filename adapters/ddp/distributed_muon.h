@@ -87,6 +87,7 @@ class DistributedMuon {
   bool step();
   void zero_grad();
   // Scales all gradients by max_norm / norm where the norm is larger. Returns the norm before.
+  // Throws ConfigError where either is negative or NaN.
   double clip_grad_norm(double max_norm, double p = 2);
 
   // While it lives backward passes accumulate; the first one after it reduces the sum. Nests.

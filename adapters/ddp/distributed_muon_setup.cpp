@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "adapters/ddp/distributed_muon.h"
 #include "engine/agreement.h"

@@ -9,7 +9,9 @@
 
 #include <cstdio>
 #include <fstream>
+#include <functional>
 #include <iterator>
+#include <utility>
 
 #include "adapters/ddp/distributed_muon.h"
 #include "engine/agreement.h"

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/pack.h"
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <queue>
+#include <utility>
 
 #include "kernels/cpu/norm.h"
 #include "kernels/cpu/orthogonalise.h"

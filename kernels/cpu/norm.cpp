@@ -1,5 +1,6 @@
 #include "kernels/cpu/norm.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 

@@ -1,5 +1,7 @@
 #include "kernels/cpu/orthogonalise.h"
 
+#include <algorithm>
+
 #include "kernels/cpu/gram_chain.h"
 #include "kernels/cpu/operand.h"
 #include "kernels/cpu/product.h"

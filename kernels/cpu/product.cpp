@@ -1,5 +1,8 @@
 #include "kernels/cpu/product.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "kernels/cpu/threads.h"
 
 namespace dmuon::cpu {

@@ -4,16 +4,11 @@
 
 #include "kernels/cpu/tile.h"
 #include "kernels/error.h"
+#include "kernels/flops.h"
 #include "kernels/iterate.h"
 
 namespace dmuon::cpu {
 namespace {
-
-// Below, there is little time to win and more error to lose.
-bool is_small(int64_t order) { return order < 128; }
-
-// By how much direct's FLOPs must exceed gram's: in time per FLOP gram takes a tenth more.
-double gram_handicap(int64_t order) { return is_small(order) ? 1.5 : 1.1; }
 
 // Without a restart the rounding of the first steps grows by the polynomial's slope at zero: 1e-3
 // of the result where singular values spread, up to 1e-2 in small matrices.
@@ -21,19 +16,15 @@ std::vector<int> open_restarts(int64_t order, bool bfloat16) {
   return bfloat16 || is_small(order) ? std::vector{2} : std::vector<int>{};
 }
 
-double gram_flops(double s, double l, double steps, double chains) {
-  return s * s * (chains * 3 * l + (4 * steps - 3 * chains) * s);
-}
-
-double direct_flops(double s, double l, double steps) { return s * s * steps * (3 * l + s); }
-
 }  // namespace
 
 double true_flops(const Recipe& recipe, int64_t rows, int64_t cols) {
   const auto s = static_cast<double>(std::min(rows, cols));
   const auto l = static_cast<double>(std::max(rows, cols));
-  if (recipe.form == NsAlgorithm::direct) return direct_flops(s, l, recipe.steps);
-  return gram_flops(s, l, recipe.steps, static_cast<double>(recipe.bounds.size()) - 1);
+  if (recipe.form == NsAlgorithm::direct)
+    return direct_flops(s, l, recipe.steps, Products::triangles);
+  const auto chains = static_cast<double>(recipe.bounds.size()) - 1;
+  return gram_flops(s, l, recipe.steps, chains, Products::triangles);
 }
 
 Recipe recipe_for(int64_t rows, int64_t cols, const NewtonSchulz& options) {

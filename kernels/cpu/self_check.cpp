@@ -5,9 +5,12 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <tuple>
+#include <utility>
 
 #include "kernels/cpu/orthogonalise.h"
 
@@ -32,6 +35,7 @@ Class class_of(const Recipe& recipe, int64_t rows, int64_t cols) {
   return {recipe.isa, recipe.form, recipe.bfloat16, rows > cols, size_class(rows, cols)};
 }
 
+// Held for a look, never for a check: a process that forks meanwhile leaves its child a free one.
 std::mutex mutex;
 std::map<Class, bool> verdicts;
 
@@ -53,22 +57,40 @@ View view_of(const at::Tensor& x) {
   return rows <= cols ? wide : wide.transposed();
 }
 
-// A random matrix errs by 1e-5 in float32 and by 2e-2 in bfloat16.
-bool check(const Recipe& recipe, int64_t rows, int64_t cols) {
-  const double allowed = recipe.bfloat16 ? 0.1 : 1e-3;
+Sizes probe_for(int64_t rows, int64_t cols) {
   Sizes probe = kProbes[size_class(rows, cols)];
   if (rows > cols) std::swap(probe.rows, probe.cols);
+  return probe;
+}
+
+// A random matrix errs by 1e-5 in float32 and by 2e-2 in bfloat16.
+double allowed_error(const Recipe& recipe) { return recipe.bfloat16 ? 0.1 : 1e-3; }
+
+double measured_error(const Recipe& recipe, const Sizes& probe) {
   Recipe usual = recipe;
   usual.steps = 5;
   usual.coefficients = polar_express_coefficients();
   usual.bounds = recipe.bfloat16 ? std::vector{0, 2, 5} : std::vector{0, 5};
-  const double error = error_of(tile_kernels(recipe.isa), usual, probe.rows, probe.cols);
-  if (error < allowed) return true;
+  return error_of(tile_kernels(recipe.isa), usual, probe.rows, probe.cols);
+}
+
+void warn(const Recipe& recipe, const Sizes& probe, double error) {
   TORCH_WARN("dmuon: the Newton-Schulz kernel ", recipe_name(recipe), " errs by ", error, " on ",
-             probe.rows, " x ", probe.cols, " on this machine, where ", allowed,
+             probe.rows, " x ", probe.cols, " on this machine, where ", allowed_error(recipe),
              " is allowed. torch's matrix products run in its place. Please report this; "
              "DMUON_ISA chooses other instructions.");
-  return false;
+}
+
+std::optional<bool> verdict(const Class& key) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto known = verdicts.find(key);
+  return known == verdicts.end() ? std::nullopt : std::optional(known->second);
+}
+
+// Whether it is the first one of its class.
+bool note(const Class& key, bool trusted) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return verdicts.emplace(key, trusted).second;
 }
 
 }  // namespace
@@ -90,10 +112,12 @@ double error_of(const TileKernels& kernels, const Recipe& recipe, int64_t rows, 
 
 bool trusted(const Recipe& recipe, int64_t rows, int64_t cols) {
   const Class key = class_of(recipe, rows, cols);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = verdicts.find(key);
-  if (known != verdicts.end()) return known->second;
-  return verdicts[key] = check(recipe, rows, cols);
+  if (const auto known = verdict(key)) return *known;
+  const Sizes probe = probe_for(rows, cols);
+  const double error = measured_error(recipe, probe);
+  const bool good = error < allowed_error(recipe);
+  if (note(key, good) && !good) warn(recipe, probe, error);
+  return good;
 }
 
 void set_verdict(const Recipe& recipe, int64_t rows, int64_t cols, bool trusted) {
@@ -102,9 +126,7 @@ void set_verdict(const Recipe& recipe, int64_t rows, int64_t cols, bool trusted)
 }
 
 bool not_distrusted(const Recipe& recipe, int64_t rows, int64_t cols) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = verdicts.find(class_of(recipe, rows, cols));
-  return known == verdicts.end() || known->second;
+  return verdict(class_of(recipe, rows, cols)).value_or(true);
 }
 
 }  // namespace dmuon::cpu

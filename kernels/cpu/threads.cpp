@@ -3,9 +3,12 @@
 #include <ATen/Parallel.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace dmuon::cpu {
 namespace {
@@ -47,6 +50,30 @@ struct Ticket {
   uint64_t word;
 };
 
+// The first exception of a job's tasks, from whichever thread.
+class FirstFailure {
+ public:
+  bool happened() const { return happened_.load(std::memory_order_relaxed); }
+
+  void keep(std::exception_ptr failure) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!first_) first_ = std::move(failure);
+    happened_.store(true, std::memory_order_relaxed);
+  }
+
+  // When no task runs any more.
+  void rethrow() {
+    if (!happened()) return;
+    happened_.store(false, std::memory_order_relaxed);
+    std::rethrow_exception(std::exchange(first_, nullptr));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<bool> happened_{false};
+  std::exception_ptr first_;
+};
+
 constexpr int64_t kMostTasks = 0xffffff;
 constexpr int kMostThreads = 0xff;
 
@@ -77,6 +104,7 @@ class Pool {
          left = left_.load(std::memory_order_acquire)) {
       wait_for_change(left_, left);
     }
+    failure_.rethrow();
     return true;
   }
 
@@ -101,13 +129,21 @@ class Pool {
       if (!ticket_.compare_exchange_weak(ticket.word, ticket.word + 1, std::memory_order_acq_rel)) {
         continue;
       }
-      inside_task = true;
-      call_(task_, ticket.next(), thread);
-      inside_task = false;
+      if (!failure_.happened()) run_task(ticket.next(), thread);
       if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) left_.notify_one();
       ticket = Ticket(ticket_.load(std::memory_order_acquire));
     }
     return ticket.word;
+  }
+
+  void run_task(int64_t index, int thread) noexcept {
+    inside_task = true;
+    try {
+      call_(task_, index, thread);
+    } catch (...) {
+      failure_.keep(std::current_exception());
+    }
+    inside_task = false;
   }
 
   const pid_t pid_ = ::getpid();
@@ -117,6 +153,7 @@ class Pool {
   const void* task_ = nullptr;
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int64_t> left_{0};
+  FirstFailure failure_;
 };
 
 }  // namespace

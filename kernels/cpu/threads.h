@@ -14,10 +14,11 @@ void for_each(int threads, int64_t count, void (*call)(const void*, int64_t, int
 }
 
 // Calls task(index, thread) once for each index in [0, count), in any order, the calling thread
-// being number 0 of `threads`. Returns when all are done; no task may throw. The threads are the
-// process's own, made on first use and asleep between calls. Where another caller has them, or
-// inside a task, the calling thread does all of it: so what a task does must not depend on
-// `thread`, beyond which buffer it uses.
+// being number 0 of `threads`. Returns when all are done, and rethrows the first exception of any;
+// the tasks that had not begun by then are left out. The threads are the process's own, made on
+// first use and asleep between calls. Where another caller has them, or inside a task, the calling
+// thread does all of it: so what a task does must not depend on `thread`, beyond which buffer it
+// uses.
 template <class Task>
 void for_each(int threads, int64_t count, const Task& task) {
   detail::for_each(

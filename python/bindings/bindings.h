@@ -1,4 +1,4 @@
-// One function per engine header, each in the .cpp of that name.
+// What the files of this folder share: each binds some headers, which its first lines name.
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 
@@ -8,8 +8,8 @@ namespace dmuon {
 
 namespace py = pybind11;
 
-// One lane for each group, as long as anybody uses it: one thread issues to a group, in the
-// program's order. "": a lane of its own.
+// One lane for each group, kind and device, as long as anybody uses it: one thread issues to a
+// group, in the program's order. "": a lane of its own; so is every inline one.
 std::shared_ptr<Lane> lane_for(const std::string& group, const char* name, LaneKind kind,
                                const at::Device& device);
 

@@ -1,8 +1,12 @@
 // Binds engine/engine.h.
 #include "engine/engine.h"
 
+#include <unistd.h>
+
 #include <map>
 #include <mutex>
+#include <string>
+#include <tuple>
 
 #include "engine/error.h"
 #include "python/bindings/bindings.h"
@@ -17,10 +21,12 @@ std::shared_ptr<Lane> lane_for(const std::string& group, const char* name, LaneK
   };
   if (group.empty() || kind == LaneKind::inline_) return make();
   static std::mutex mutex;
-  static std::map<std::string, std::weak_ptr<Lane>> lanes;
+  using Key = std::tuple<std::string, LaneKind, std::string, pid_t>;
+  static std::map<Key, std::weak_ptr<Lane>> lanes;
   std::lock_guard lock(mutex);
-  std::shared_ptr<Lane> lane = lanes[group].lock();
-  if (!lane) lanes[group] = lane = make();
+  std::weak_ptr<Lane>& known = lanes[Key{group, kind, device.str(), ::getpid()}];
+  std::shared_ptr<Lane> lane = known.lock();
+  if (!lane) known = lane = make();
   return lane;
 }
 

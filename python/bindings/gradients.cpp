@@ -49,6 +49,8 @@ void bind_gradients(py::module_& m) {
       .def(py::init(&gradient_set), py::arg("matrices"), py::arg("symmetric"), py::arg("counts"));
   m.def("gradient_norm", &gradient_norm, py::arg("engine"), py::arg("set"), py::arg("p"),
         Release());
+  m.def("clip_gradients", &clip_gradients, py::arg("engine"), py::arg("set"), py::arg("max_norm"),
+        py::arg("p"), py::arg("error_if_nonfinite"), Release());
   m.def("scale_gradients", &scale_gradients, py::arg("engine"), py::arg("set"), py::arg("factor"),
         Release());
   m.def("read_symmetric", &read_symmetric, py::arg("symmetric"), py::arg("parameters"));

@@ -49,10 +49,16 @@ class TensorSearch {
     if (py::hasattr(object, "__dict__")) {
       for (const auto& item : py::dict(object.attr("__dict__"))) visit(item.second, depth);
     }
-    const py::object slots = py::getattr(py::type::of(object), "__slots__", py::none());
-    if (slots.is_none() || PyUnicode_Check(slots.ptr())) return;
-    for (const auto& name : slots) {
-      visit(py::getattr(object, name, py::none()), depth);
+    for (const auto& type : py::type::of(object).attr("__mro__")) visit_slots(object, type, depth);
+  }
+
+  // By their descriptors: a class of a hierarchy has its own, under the names Python gave them.
+  void visit_slots(py::handle object, py::handle type, int depth) {
+    if (!PyType_HasFeature(reinterpret_cast<PyTypeObject*>(type.ptr()), Py_TPFLAGS_HEAPTYPE))
+      return;
+    for (const auto& item : py::dict(type.attr("__dict__"))) {
+      if (!PyObject_TypeCheck(item.second.ptr(), &PyMemberDescr_Type)) continue;
+      visit(py::getattr(object, item.first, py::none()), depth);
     }
   }
 

@@ -1,4 +1,5 @@
 // Binds kernels/newton_schulz.h, kernels/device_newton_schulz.h and kernels/momentum.h.
+#include "kernels/checks.h"
 #include "kernels/device_newton_schulz.h"
 #include "kernels/momentum.h"
 #include "kernels/newton_schulz.h"
@@ -7,6 +8,7 @@
 namespace dmuon {
 
 void bind_kernels(py::module_& m) {
+  m.attr("MOST_NS_STEPS") = kMostSteps;
   py::enum_<PastEnd>(m, "PastEnd")
       .value("repeat_last", PastEnd::repeat_last)
       .value("cycle", PastEnd::cycle);

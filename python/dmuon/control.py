@@ -1,7 +1,6 @@
 """Manual control over a step: accumulation, waiting, clipping."""
 
 import contextlib
-import math
 
 import torch
 from torch import nn
@@ -128,7 +127,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set. On all ranks.
-        ValueError: ``optimizer`` is not a ``dmuon.Muon``.
+        ValueError: ``optimizer`` is not a ``dmuon.Muon``; ``max_norm`` or ``norm_type`` is negative or NaN.
     """
     runtime = getattr(optimizer, "_runtime", None)
     if not isinstance(runtime, Runtime):
@@ -153,15 +152,9 @@ def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch
     symmetric = [p for p in parameters if id(p) not in dedicated]
     counts = [chosen[0].runtime.counts(p) for p in symmetric]
     gradients = _C.GradientSet([param.index for param in chosen], symmetric, counts)
-    norm = _C.gradient_norm(engine, gradients, float(norm_type))
-    if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {norm}, so it cannot be clipped. "
-            "To clip anyway, pass error_if_nonfinite=False."
-        )
-    factor = float(max_norm) / (norm + 1e-6)
-    if factor < 1.0 or math.isnan(factor):
-        _C.scale_gradients(engine, gradients, factor)
+    norm = _C.clip_gradients(
+        engine, gradients, float(max_norm), float(norm_type), error_if_nonfinite
+    )
     return torch.tensor(norm, dtype=torch.float32)
 
 

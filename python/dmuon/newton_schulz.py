@@ -1,6 +1,6 @@
 """Newton-Schulz: moves every singular value of a matrix close to 1, without an SVD."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,10 @@ import torch
 from dmuon import _C
 
 Coefficients = Sequence[Sequence[float]]
+Rows = tuple[tuple[float, float, float], ...]
 
 
-def _rows(named: "_C.CoefficientSet") -> tuple[tuple[float, float, float], ...]:
+def _rows(named: "_C.CoefficientSet") -> Rows:
     return tuple(tuple(row) for row in named.rows)
 
 
@@ -42,13 +43,15 @@ class NewtonSchulz:
             the last one past the end.
         restart_iterations: steps before which the Gram form is rebuilt from the matrix; ``(2,)`` is
             before the third step. ``None`` leaves them to the kernel, which makes none in float32 on
-            the CPU: relative error 1e-5 on random matrices, 3e-3 on the cruellest spectra; with
-            ``(2,)`` it is 2e-4 there, for two more passes over the matrix.
+            the CPU where the short dim is 128 or more: relative error 1e-5 on random matrices, up to 3e-3 on
+            ill-conditioned ones; with ``(2,)`` up to 3e-4, with ``(1, 3)`` at most twice that of torch's
+            direct iteration (``docs/newton_schulz.md``).
         deterministic: accepted for symmetry with other backends; the CPU kernels always are, for any
             number of threads.
 
     Raises:
-        ValueError: an unknown backend or kernel, malformed coefficients.
+        ValueError: an unknown backend or kernel; malformed coefficients or restarts; coefficients that make
+            a singular value negative, or larger than 1.5 in the end or 1,000 on the way.
     """
 
     backend: str = "gram"
@@ -62,24 +65,25 @@ class NewtonSchulz:
             raise ValueError(f"backend is {self.backend!r}; it must be 'gram' or 'direct'.")
         if self.kernel != "auto":
             raise ValueError(f"kernel is {self.kernel!r}; this build has only 'auto'.")
-        self.options(1 + max((*(self.restart_iterations or ()), 4)))
+        object.__setattr__(self, "coefficients", _rows_of(self.coefficients))
+        object.__setattr__(self, "restart_iterations", _restarts_of(self.restart_iterations))
+        self.options(max((*(self.restart_iterations or ()), 4)) + 1)
 
     def options(self, steps: int, dtype: torch.dtype | None = None) -> "_C.NewtonSchulz":
         """The engine's form of it, checked."""
         options = _C.NewtonSchulz()
         options.algorithm = getattr(_C.NsAlgorithm, self.backend)
         options.coefficients = _coefficient_set(self.coefficients)
-        options.steps = _whole_number("ns_steps", steps)
-        restarts = self.restart_iterations
-        options.restarts = None if restarts is None else list(restarts)
+        options.steps = _whole_number("ns_steps", steps, 1, _C.MOST_NS_STEPS)
+        options.restarts = self.restart_iterations
         options.dtype = _ns_dtype(dtype)
         options.validate()
         return options
 
 
-def _whole_number(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+def _whole_number(name: str, value, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
     return value
 
 
@@ -94,15 +98,34 @@ def _ns_dtype(dtype: torch.dtype | None) -> "_C.NsDtype":
     return known[dtype]
 
 
-def _coefficient_set(coefficients: Coefficients | None) -> "_C.CoefficientSet":
+def _rows_of(coefficients: Coefficients | None) -> Rows | None:
     if coefficients is None:
-        return _C.polar_express_coefficients()
+        return None
     try:
         rows = tuple(tuple(float(c) for c in row) for row in coefficients)
-    except TypeError:
+    except (TypeError, ValueError):
         rows = ()
     if not rows or any(len(row) != 3 for row in rows):
         raise ValueError(f"coefficients are {coefficients!r}; they must be rows of three numbers.")
+    return rows
+
+
+def _restarts_of(restarts: Iterable[int] | None) -> tuple[int, ...] | None:
+    if restarts is None:
+        return None
+    if isinstance(restarts, str) or not isinstance(restarts, Iterable):
+        raise ValueError(
+            f"restart_iterations is {restarts!r}; it must be a sequence of steps, such as (2,), or None."
+        )
+    return tuple(
+        _whole_number("a step in restart_iterations", step, 1, _C.MOST_NS_STEPS - 1)
+        for step in restarts
+    )
+
+
+def _coefficient_set(rows: Rows | None) -> "_C.CoefficientSet":
+    if rows is None:
+        return _C.polar_express_coefficients()
     named = _NAMED.get(rows)
     return named() if named else _C.CoefficientSet("custom", rows, _C.PastEnd.repeat_last)
 
@@ -122,7 +145,7 @@ def newton_schulz(
     """Orthogonalise each matrix by the direct iteration. Local.
 
     Args:
-        G: ``[m, n]`` or ``[b, m, n]``, floating point, any strides. Not modified.
+        G: ``[m, n]`` or ``[b, m, n]``, any strides. Not modified, not differentiated through.
         steps: iterations; each costs ``4 s^2 l + 2 s^3`` FLOPs, s = min(m, n), l = max(m, n).
         coefficients: rows (a, b, c); default ``POLAR_EXPRESS_COEFFICIENTS``.
         dtype: of the products; ``None`` is float32 on the CPU.
@@ -133,7 +156,9 @@ def newton_schulz(
         stays zero; the scale of ``G`` does not matter.
 
     Raises:
-        ValueError: ``G`` is not 2-D or 3-D floating point, or ``steps < 1``.
+        ValueError: ``G`` is not 2-D or 3-D of float64, float32, bfloat16 or float16, or is no plain dense
+            tensor with its memory (a DTensor, a FakeTensor, one whose storage was freed); ``steps`` is not
+            from 1 to 1000; coefficients as ``NewtonSchulz`` refuses them.
     """
     return _run("direct", G, steps, coefficients, None, dtype)
 
@@ -183,9 +208,14 @@ def get_ns_backend(
     Local.
 
     Args:
-        rows, cols, batch: of the matrices.
+        rows, cols, batch: of the matrices, from 0 to 2**31 - 1.
         ns_backend: as ``dmuon.Muon``'s.
+
+    Raises:
+        ValueError: one of them is out of range; what ``NewtonSchulz`` refuses.
     """
+    for name, value in {"rows": rows, "cols": cols, "batch": batch}.items():
+        _whole_number(name, value, 0, 2**31 - 1)
     return _C.newton_schulz_kernel(batch, rows, cols, as_newton_schulz(ns_backend).options(5))
 
 

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <atomic>
+#include <stdexcept>
 
 #include "engine/engine.h"
 #include "engine/error.h"
@@ -73,6 +74,20 @@ TEST(MeshFailures, AFailedExchangeOfGramMatricesRaisesOnEveryRank) {
   TinyOptions options = cube();
   options.sharded_gram = ShardedGram::always;
   EXPECT_EQ(raising(options, 3, Channel::tp_scatter), 8);
+}
+
+// A small reduction is finished by whoever collects it, and its failure is not used up by the
+// first.
+TEST(MeshFailures, AFailedReductionRaisesAgainToWhoeverComesNext) {
+  SimWorld world(2);
+  world.fail(0, 2, "the wire is cut", to_string(Channel::reduce));
+  run_ranks(2, [&](int rank) {
+    TinyJob job(world, rank, {.mesh = {.shard = 2}});
+    const auto raises =
+        ::testing::ThrowsMessage<std::runtime_error>(::testing::HasSubstr("the wire is cut"));
+    EXPECT_THAT([&] { plain_steps(job, job.grid().cell(), 2, 8); }, raises);
+    for (int i = 0; i < 2; ++i) EXPECT_THAT([&] { job.engine->wait_reductions(); }, raises);
+  });
 }
 
 TEST_P(AFailedOperation, IsNamedByTheRankThatItFailedOn) {

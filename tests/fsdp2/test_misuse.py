@@ -1,7 +1,5 @@
 """Models and calls that nobody planned for: right numbers, or a refusal by name on every rank."""
 
-from dataclasses import dataclass
-
 import dmuon
 import pytest
 import torch
@@ -50,12 +48,20 @@ def check_residual(rank, world_size):
     assert bytes_ == 3 * 2 * 2, "a unit is fetched once for forward and once for backward"
 
 
-@dataclass(slots=True)
-class Hidden:
-    value: torch.Tensor
+class Holder:
+    __slots__ = ("__value",)  # kept under another name than it is given
+
+    def __init__(self, value):
+        self.__value = value
 
     def __call__(self):
-        return self.value
+        return self.__value
+
+
+class Hidden(Holder):
+    """Its tensor is in a slot of the class above, which ``Hidden.__slots__`` does not name."""
+
+    __slots__ = ("comment",)
 
 
 class HidingBlock(Bare):
@@ -64,9 +70,6 @@ class HidingBlock(Bare):
         return y.mean(), {Hidden(y)}
 
     __hash__ = nn.Module.__hash__
-
-
-Hidden.__hash__ = object.__hash__
 
 
 class HidingNet(Net):
@@ -286,3 +289,36 @@ def check_halves(rank, world_size):
         "get_total_norm",
         "dmuon.clip_grad_norm_(optimizer, max_norm)",
     )
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_clipping_by_no_norm_is_refused_on_every_rank(world_size):
+    run_ranks(check_no_norm, world_size)
+
+
+def check_no_norm(rank, world_size):
+    """Also where a rank has no gradient to take a norm of; and nothing is scaled."""
+    run = setup(world_size)
+    run.loss(0, rank).backward()
+    before = gradients_of(run)
+    for order in (-1, float("nan")):
+        assert_all_raise(
+            lambda p=order: dmuon.clip_grad_norm_(run.optimizer, 1.0, norm_type=p),
+            "ValueError",
+            "norm_type is",
+            "at least 0",
+        )
+    for largest in (-1.0, float("nan")):
+        assert_all_raise(
+            lambda m=largest: nn.utils.clip_grad_norm_(run.model.parameters(), m),
+            "ValueError",
+            "max_norm is",
+            "at least 0",
+        )
+    for was, now in zip(before, gradients_of(run), strict=True):
+        assert torch.equal(was, now)
+
+
+def gradients_of(run):
+    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    return [getattr(g, "_local_tensor", g).clone() for g in gradients]

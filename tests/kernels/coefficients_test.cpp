@@ -90,6 +90,24 @@ TEST(Coefficients, ThatFlipASignOrBlowUpAreRefused) {
   EXPECT_THAT([&] { options.validate(); }, ThrowsMessage<ConfigError>(HasSubstr("'too steep'")));
 }
 
+// In float32, as the kernels compute, they end in NaN.
+TEST(Coefficients, ThatLeaveTheRangeOnTheWayAreRefused) {
+  for (const double large : {1e4, 1e30, 1e200}) {
+    NewtonSchulz options{.steps = 2};
+    options.coefficients = {"there and back", {{large, 0, 0}, {1 / large, 0, 0}}};
+    EXPECT_THAT([&] { options.validate(); },
+                ThrowsMessage<ConfigError>(AllOf(HasSubstr("'there and back'"), HasSubstr("way"))));
+  }
+}
+
+TEST(Coefficients, AndStepsWithoutEndAreRefusedAtOnce) {
+  NewtonSchulz options{.steps = 2'000'000'000};
+  EXPECT_THAT([&] { options.validate(); }, ThrowsMessage<ConfigError>(HasSubstr("1 to 1000")));
+  options.steps = 5;
+  options.coefficients.rows.assign(1001, {1, 0, 0});
+  EXPECT_THAT([&] { options.validate(); }, ThrowsMessage<ConfigError>(HasSubstr("1001 rows")));
+}
+
 TEST(Coefficients, OfOursAreAcceptedForAnyNumberOfSteps) {
   for (const CoefficientSet* set :
        {&polar_express_coefficients(), &you_coefficients(), &jordan_coefficients()}) {

@@ -1,4 +1,6 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_efficientzerotensor.h>
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/ones.h>
@@ -8,6 +10,7 @@
 #include <limits>
 
 #include "engine/error.h"
+#include "kernels/cpu/workspace.h"
 #include "kernels/newton_schulz.h"
 #include "tests/kernels/matrices.h"
 
@@ -98,7 +101,8 @@ TEST(NewtonSchulzOptions, NameWhatIsWrong) {
   direct = with(NsAlgorithm::direct);
   direct.steps = 1;
   EXPECT_THAT([&] { none.validate(); }, ThrowsMessage<ConfigError>(HasSubstr("steps = 0")));
-  EXPECT_THAT([&] { empty.validate(); }, ThrowsMessage<ConfigError>(HasSubstr("'mine' has no")));
+  EXPECT_THAT([&] { empty.validate(); },
+              ThrowsMessage<ConfigError>(HasSubstr("'mine' has 0 rows")));
   EXPECT_THAT([&] { late.validate(); },
               ThrowsMessage<ConfigError>(HasSubstr("restart before step 5 of 5")));
   EXPECT_THAT([&] { early.validate(); },
@@ -126,6 +130,40 @@ TEST(NewtonSchulzInput, RefusesWhatIsNoMatrixAndBadOptions) {
         newton_schulz(at::ones({2, 2}), none);
       },
       ThrowsMessage<ConfigError>(HasSubstr("steps = 0")));
+}
+
+TEST(NewtonSchulzInput, TakesNoFloatOfEightBits) {
+  const at::Tensor x = at::zeros({4, 8}, at::kFloat8_e4m3fn);
+  EXPECT_THAT([&] { newton_schulz(x, {}); },
+              ThrowsMessage<ConfigError>(AllOf(HasSubstr("Float8_e4m3fn"), HasSubstr("bfloat16"))));
+}
+
+TEST(NewtonSchulzInput, RefusesATensorWhoseMemoryIsGone) {
+  const at::Tensor x = float32(random_matrix({64, 128}));
+  x.storage().unsafeGetStorageImpl()->set_nbytes(64);
+  EXPECT_THAT([&] { newton_schulz(x, {}); }, ThrowsMessage<ConfigError>(HasSubstr("freed")));
+  NsWorkspace workspace;
+  const at::Tensor in = float32(random_matrix({64, 128}));
+  EXPECT_THAT(
+      [&] {
+        newton_schulz({{in, x}}, {}, workspace);
+      },
+      ThrowsMessage<ConfigError>(AllOf(HasSubstr("an out"), HasSubstr("freed"))));
+}
+
+TEST(NewtonSchulzInput, RefusesWhatHasNoStridedMemory) {
+  const at::Tensor x = float32(random_matrix({4, 8}));
+  for (const at::Tensor& other : {x.to_sparse(), at::_efficientzerotensor({4, 8}), at::Tensor()}) {
+    EXPECT_THROW(newton_schulz(other, {}), ConfigError);
+    EXPECT_THROW(newton_schulz_reference(other, {}), ConfigError);
+  }
+}
+
+TEST(NewtonSchulzInput, SeesTheSignOfALazilyNegatedTensor) {
+  const at::Tensor x = float32(random_matrix({8, 24}));
+  const at::Tensor lazy = at::_neg_view(x);
+  ASSERT_TRUE(lazy.is_neg());
+  EXPECT_TRUE(at::equal(newton_schulz(lazy, {}), newton_schulz(x.neg(), {})));
 }
 
 TEST(NewtonSchulzInput, SeesTheSmallestFloatThereIs) {

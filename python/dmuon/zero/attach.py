@@ -75,10 +75,7 @@ class Attached:
         engine, max_norm = self.runtime.engine, float(self.engine.gradient_clipping())
         counts = [dist.get_rank() == 0] * len(self._managed)  # reduced: the same on every rank
         every = _C.GradientSet(self._matrices, self._managed, counts)
-        self.optimizer._global_grad_norm = norm = _C.gradient_norm(engine, every, 2.0)
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1 or math.isnan(factor):
-            _C.scale_gradients(engine, every, factor)
+        self.optimizer._global_grad_norm = _C.clip_gradients(engine, every, max_norm, 2.0, False)
 
     def update(self) -> bool:
         """Updates the dedicated matrices, in the first call of a step. Whether AdamW is to go on."""
