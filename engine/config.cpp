@@ -4,101 +4,23 @@
 
 #include <algorithm>
 #include <fstream>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <sstream>
 #include <tuple>
 #include <utility>
 
+#include "engine/config_keys.h"
 #include "engine/error.h"
 
 namespace dmuon {
 namespace {
 
-// What a key takes. `table`: anything, checked by whoever reads it.
-enum class Kind { boolean, integer, number, string, strings, betas, reuse, table, tables };
-
-const char* to_string(Kind kind) {
-  switch (kind) {
-    case Kind::boolean:
-      return "true or false";
-    case Kind::integer:
-      return "a whole number";
-    case Kind::number:
-      return "a number";
-    case Kind::string:
-      return "a string";
-    case Kind::strings:
-      return "a list of strings";
-    case Kind::betas:
-      return "a list of two numbers";
-    case Kind::reuse:
-      return "true, false or a string";
-    case Kind::table:
-      return "a table";
-    case Kind::tables:
-      return "a list of tables";
-  }
-  return "";
-}
-
-struct Key {
-  const char* name;
-  Kind kind;
-};
-
-struct Section {
-  const char* name;
-  std::vector<Key> keys;
-};
-
-// The keywords of dedicate_params, Muon and save_checkpoint; python/dmuon/configuration.py hands
-// them on.
-const std::vector<Section>& sections() {
-  static const std::vector<Section> known{
-      {"runtime",
-       {{"kind", Kind::string},
-        {"include", Kind::strings},
-        {"exclude", Kind::strings},
-        {"min_ndim", Kind::integer},
-        {"reshard_after_forward", Kind::boolean},
-        {"hook_boundary_strict", Kind::boolean},
-        {"compute_dtype", Kind::string},
-        {"tp_buffer_reuse", Kind::reuse},
-        {"process_group_policy", Kind::string},
-        {"owner_strategy", Kind::string},
-        {"owner_cost_model", Kind::string},
-        {"max_owners_per_group", Kind::integer},
-        {"pack_small_params", Kind::boolean},
-        {"memory_limit_bytes", Kind::integer},
-        {"independent_dims", Kind::strings},
-        {"strict_init", Kind::boolean},
-        {"allow_empty", Kind::boolean}}},
-      {"policy", {{"defaults", Kind::table}, {"overrides", Kind::tables}}},
-      {"muon",
-       {{"lr", Kind::number},
-        {"momentum", Kind::number},
-        {"weight_decay", Kind::number},
-        {"nesterov", Kind::boolean},
-        {"adjust_lr", Kind::string},
-        {"nonfinite", Kind::string},
-        {"replicate_async", Kind::boolean},
-        {"tp_distributed_gram", Kind::boolean},
-        {"tp_distributed_gram_policy", Kind::string}}},
-      {"adamw",
-       {{"lr", Kind::number},
-        {"betas", Kind::betas},
-        {"weight_decay", Kind::number},
-        {"eps", Kind::number}}},
-      {"newton_schulz",
-       {{"backend", Kind::string},
-        {"steps", Kind::integer},
-        {"coefficients", Kind::string},
-        {"kernel", Kind::string},
-        {"deterministic", Kind::boolean}}},
-      {"checkpoint", {{"directory", Kind::string}, {"keep_last", Kind::integer}}}};
-  return known;
-}
+using config::Key;
+using config::Kind;
+using config::Section;
+using config::sections;
 
 template <class Range>
 std::vector<std::string> names_of(const Range& range) {
@@ -130,7 +52,8 @@ int distance(const std::string& a, const std::string& b) {
 
 class Reader {
  public:
-  explicit Reader(std::string file) : file_(std::move(file)) {}
+  // `lines`: whether places in it mean something to the user.
+  explicit Reader(std::string file, bool lines = true) : file_(std::move(file)), lines_(lines) {}
 
   ConfigValue::Table read(const toml::table& root) const {
     ConfigValue::Table result;
@@ -149,9 +72,9 @@ class Reader {
     ConfigValue::Table result;
     for (const auto& [name, node] : table) {
       const Key& key = known(name, section.keys, message("key of [", section.name, "]"));
-      if (!fits(node, key.kind)) {
-        fail(node, message(section.name, ".", key.name, " is ", written(node), "; it must be ",
-                           to_string(key.kind), "."));
+      if (!fits(node, key)) {
+        fail(node, message(section.name, ".", key.name, " is ", written(node), "; ",
+                           nearest_option(node, key), "it must be ", wanted(key), "."));
       }
       result.push_back({key.name, value_of(node)});
     }
@@ -166,10 +89,21 @@ class Reader {
       if (item.name == name) return item;
     }
     const auto words = names_of(items);
-    const std::string close = nearest_word(name, words);
-    const std::string hint = close.empty() ? "" : message("did you mean '", close, "'? ");
-    throw ConfigError(message(file_, ":", given.source().begin.line, ": '", name, "' is no known ",
-                              what, "; ", hint, "known: ", joined(words), "."));
+    const std::string place = config::place_of(name);
+    const std::string hint =
+        place.empty() ? did_you_mean(name, words) : message("it belongs to ", place, ". ");
+    throw ConfigError(message(at(given.source()), "'", name, "' is no known ", what, "; ", hint,
+                              "known: ", joined(words), "."));
+  }
+
+  static std::string did_you_mean(const std::string& given, const std::vector<std::string>& words) {
+    const std::string close = nearest_word(given, words);
+    return close.empty() ? "" : message("did you mean '", close, "'? ");
+  }
+
+  static std::string nearest_option(const toml::node& node, const Key& key) {
+    const auto text = node.value_exact<std::string>();
+    return text ? did_you_mean(*text, key.options) : "";
   }
 
   static bool all_are(const toml::node& node, bool (toml::node::*is)() const noexcept) {
@@ -178,7 +112,7 @@ class Reader {
                                [is](const toml::node& item) { return (item.*is)(); });
   }
 
-  static bool fits(const toml::node& node, Kind kind) {
+  static bool is_a(const toml::node& node, Kind kind) {
     switch (kind) {
       case Kind::boolean:
         return node.is_boolean();
@@ -200,6 +134,24 @@ class Reader {
         return all_are(node, &toml::node::is_table);
     }
     return false;
+  }
+
+  static bool lies_in(const toml::node& node, const config::Range& range) {
+    if (const auto* list = node.as_array()) {
+      return std::all_of(list->begin(), list->end(),
+                         [&](const toml::node& item) { return lies_in(item, range); });
+    }
+    const auto number = node.value<double>();
+    return !number || (*number >= range.least && *number < range.below);
+  }
+
+  static bool fits(const toml::node& node, const Key& key) {
+    if (!is_a(node, key.kind)) return false;
+    const bool bounded = key.range.least > -std::numeric_limits<double>::infinity();
+    if (bounded && !lies_in(node, key.range)) return false;
+    const auto text = node.value_exact<std::string>();
+    return !text || key.options.empty() ||
+           std::find(key.options.begin(), key.options.end(), *text) != key.options.end();
   }
 
   ConfigValue value_of(const toml::node& node) const {
@@ -224,15 +176,28 @@ class Reader {
 
   static std::string written(const toml::node& node) {
     std::ostringstream text;
-    node.visit([&](const auto& concrete) { text << concrete; });
+    if (const auto number = node.value_exact<double>()) {
+      text << *number;  // toml++ writes all 17 digits
+    } else if (const auto* list = node.as_array()) {
+      for (const auto& item : *list)
+        text << (&item == &list->front() ? "[" : ", ") << written(item);
+      text << (list->empty() ? "[]" : "]");
+    } else {
+      node.visit([&](const auto& concrete) { text << concrete; });
+    }
     return text.str();
   }
 
   [[noreturn]] void fail(const toml::node& node, const std::string& text) const {
-    throw ConfigError(message(file_, ":", node.source().begin.line, ": ", text));
+    throw ConfigError(at(node.source()) + text);
+  }
+
+  std::string at(const toml::source_region& source) const {
+    return lines_ ? message(file_, ":", source.begin.line, ": ") : file_ + ": ";
   }
 
   const std::string file_;
+  const bool lines_;
 };
 
 }  // namespace
@@ -261,6 +226,16 @@ ConfigValue::Table parse_config(const std::string& text, const std::string& name
   } catch (const toml::parse_error& error) {
     throw ConfigError(
         message(name, ":", error.source().begin.line, ": ", error.description(), "."));
+  }
+}
+
+ConfigValue::Table parse_config_value(const std::string& section, const std::string& key,
+                                      const std::string& value, const std::string& name) {
+  try {
+    const std::string text = message("[", section, "]\n", key, " = ", value);
+    return Reader(name, /*lines=*/false).read(toml::parse(text, name));
+  } catch (const toml::parse_error& error) {
+    throw ConfigError(message(name, " is '", value, "': ", error.description(), "."));
   }
 }
 

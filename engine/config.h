@@ -24,10 +24,14 @@ struct ConfigEntry {
 
 // The sections of the file with what they hold, every key known and of the right type.
 // Throws ConfigError: the file cannot be read or is no TOML; a key or section is unknown (with the
-// nearest known one); a value has the wrong type. It names file, line and key.
+// nearest known one); a value has the wrong type, is out of range or none of the options. It names
+// file, line and key.
 ConfigValue::Table load_config(const std::filesystem::path& path);
 // The same of a text; `name` stands for the file in errors.
 ConfigValue::Table parse_config(const std::string& text, const std::string& name);
+// The same of one value, as TOML writes it: what `name`, a variable of the environment, says.
+ConfigValue::Table parse_config_value(const std::string& section, const std::string& key,
+                                      const std::string& value, const std::string& name);
 
 // Every section and key, and whether it takes one string.
 struct ConfigKey {

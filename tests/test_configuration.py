@@ -112,7 +112,14 @@ def test_what_the_environment_says_is_checked(monkeypatch):
             ["DMUON_MUON_LR", "more than the value of muon.lr"],
         ),
         ("DMUON_MUON_LR", "", ["DMUON_MUON_LR"]),
-        ("DMUON_RUNTIME_KIND", 'a "quoted\\ kind', ["runtime.kind of the environment", "quoted"]),
+        (
+            "DMUON_RUNTIME_KIND",
+            'a "quoted\\ kind',
+            ["DMUON_RUNTIME_KIND: runtime.kind is", "quoted"],
+        ),
+        ("DMUON_MOUN_LR", "1", ["which is unknown", "did you mean 'DMUON_MUON_LR'"]),
+        ("DMUON_ADAMW_LR", "-1", ["DMUON_ADAMW_LR: adamw.lr is -1", "at least 0"]),
+        ("DMUON_POLICY_DEFAULTS", '{route = "moun"}', ["[policy] of the environment", "'moun'"]),
         ("DMUON_CONFIG", "nowhere.toml", ["'nowhere.toml' is no file"]),
     ],
 )
@@ -170,3 +177,16 @@ def test_a_configuration_without_a_selection_says_what_to_write(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match=r'include = \["\*_proj"\]'):
         dmuon.from_config(path, torch.nn.Linear(2, 2), None)
+
+
+def test_a_policy_that_dedicate_params_would_refuse_is_named_with_its_file(tmp_path):
+    path = tmp_path / "dmuon.toml"
+    path.write_text('[policy.defaults]\nroute = "moun"\n')
+    with pytest.raises(ValueError, match=r"\[policy\] of .*dmuon\.toml: .*'moun'"):
+        dmuon.load_config(path)
+
+
+def test_variables_of_others_are_left_alone(monkeypatch):
+    for name in ("DMUON_ISA", "DMUON_HOME", "DMUON_TEST_PATIENCE", "DMUON"):
+        monkeypatch.setenv(name, "anything")
+    assert dmuon.load_config() == {}

@@ -34,11 +34,12 @@ void bind_config(py::module_& m) {
       "load_config", [](const std::string& path) { return as_dict(load_config(path)); },
       py::arg("path"));
   m.def(
-      "parse_config",
-      [](const std::string& text, const std::string& name) {
-        return as_dict(parse_config(text, name));
+      "parse_config_value",
+      [](const std::string& section, const std::string& key, const std::string& value,
+         const std::string& name) {
+        return as_dict(parse_config_value(section, key, value, name));
       },
-      py::arg("text"), py::arg("name"));
+      py::arg("section"), py::arg("key"), py::arg("value"), py::arg("name"));
   m.def("config_keys", [] {
     std::vector<std::tuple<std::string, std::string, bool>> keys;
     for (const auto& [section, key, text] : config_keys()) keys.emplace_back(section, key, text);

@@ -4,8 +4,11 @@ Code beats the file, the file beats the environment. Of the environment dmuon re
 
 - ``DMUON_CONFIG``: the file, where no path is given;
 - ``DMUON_<SECTION>_<KEY>``, such as ``DMUON_MUON_LR=0.01``: what the file does not say.
+
+(``DMUON_ISA``, which instructions the kernels may use, is read by them and is no setting of a training.)
 """
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuon import _C
 from dmuon.ddp import dedicate_params_ddp, dedicate_params_ddp_tp
 from dmuon.dedicate import dedicate_params
-from dmuon.errors import choice, nearest
+from dmuon.errors import nearest
 from dmuon.names import matches
 from dmuon.newton_schulz import (
     JORDAN_COEFFICIENTS,
@@ -26,20 +29,16 @@ from dmuon.newton_schulz import (
     NewtonSchulz,
 )
 from dmuon.optimizer import Muon
+from dmuon.policy import PolicyTable
 from dmuon.replicas import replicate, replicate_tp
 from dmuon.saving import load_checkpoint, save_checkpoint
 from dmuon.set_up import Predicate
 
-_KINDS = ("fsdp2", "ddp", "ddp_tp")
 _COEFFICIENTS = {
     "polar_express": POLAR_EXPRESS_COEFFICIENTS,
     "you": YOU_COEFFICIENTS,
     "jordan": JORDAN_COEFFICIENTS,
 }
-_CHOICES = (
-    ("runtime", "kind", _KINDS),
-    ("newton_schulz", "coefficients", tuple(_COEFFICIENTS)),
-)
 _SELECTION = ("kind", "include", "exclude", "min_ndim")
 
 
@@ -59,31 +58,41 @@ def load_config(path: str | os.PathLike | None = None) -> dict[str, dict]:
     given, of_file = _of_environment(), _C.load_config(path) if path is not None else {}
     for section, entries in of_file.items():
         given[section] = {**given.get(section, {}), **entries}
-    for section, key, options in _CHOICES:
-        if key in given.get(section, {}):
-            where = path if key in of_file.get(section, {}) else "the environment"
-            choice(f"{section}.{key} of {where}", given[section][key], options)
+    _check_policy(path, given.get("policy"))
     return given
+
+
+def _check_policy(path: str | None, policy: Mapping | None) -> None:
+    try:
+        PolicyTable(policy, None)
+    except ValueError as error:
+        raise ValueError(f"[policy] of {path or 'the environment'}: {error}") from None
 
 
 def _of_environment() -> dict[str, dict]:
     """Raises ValueError naming the variable: no such key, or a value that is not one of its type."""
     known = {f"DMUON_{s}_{k}".upper(): (s, k, text) for s, k, text in _C.config_keys()}
-    sections = tuple({f"DMUON_{section}_".upper() for section, *_ in known.values()})
     found: dict[str, dict] = {}
-    for name in sorted(name for name in os.environ if name.startswith(sections)):
+    for name in sorted(name for name in os.environ if _is_meant(name, known)):
         if name not in known:
             raise ValueError(f"the environment has {name}, {nearest(name, list(known))}")
         section, key, takes_text = known[name]
         value = os.environ[name]
         written = json.dumps(value, ensure_ascii=False) if takes_text else value
-        entries = _C.parse_config(f"[{section}]\n{key} = {written}", name)[section]
+        entries = _C.parse_config_value(section, key, written, name)[section]
         if len(entries) != 1:
             raise ValueError(
                 f"{name} is {value!r}, which is more than the value of {section}.{key}."
             )
         found.setdefault(section, {}).update(entries)
     return found
+
+
+def _is_meant(name: str, known: Mapping[str, tuple]) -> bool:
+    """Whether a variable is one of ours or a misspelt one; others may begin with DMUON_ too."""
+    sections = tuple({f"DMUON_{section}_".upper() for section, *_ in known.values()})
+    misspelt = name.startswith("DMUON_") and difflib.get_close_matches(name, known, cutoff=0.9)
+    return name.startswith(sections) or bool(misspelt)
 
 
 @dataclass(frozen=True)

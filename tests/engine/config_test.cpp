@@ -10,7 +10,9 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::SizeIs;
+using ::testing::StartsWith;
 using ::testing::ThrowsMessage;
 
 const ConfigValue& at(const ConfigValue::Table& table, const std::string& key) {
@@ -92,6 +94,49 @@ TEST(Config, NamesLineValueAndTypeOfWhatDoesNotFit) {
   refuses("[policy]\noverrides = [1]\n", "policy.overrides", "a list of tables");
   refuses("muon = 3\n", "muon", "[muon]");
   refuses("[policy.defaults]\nsince = 2020-01-01\n", "a date or a time");
+}
+
+TEST(Config, NamesTheRangeOrTheOptionsOfWhatLiesOutside) {
+  refuses("[muon]\nlr = -1\n", ":2:", "muon.lr is -1", "a number of at least 0, and finite");
+  refuses("[muon]\nlr = inf\n", "muon.lr is inf", "finite");
+  refuses("[muon]\nlr = nan\n", "muon.lr is nan", "finite");
+  refuses("[muon]\nmomentum = 1.0\n", "muon.momentum is 1", "a number in [0, 1)");
+  refuses("[adamw]\nbetas = [0.9, 1.5]\n", "adamw.betas", "a list of two numbers in [0, 1)");
+  refuses("[checkpoint]\nkeep_last = 0\n", "keep_last is 0", "a whole number of at least 1");
+  refuses("[runtime]\nmin_ndim = -3\n", "min_ndim is -3", "a whole number of at least 0");
+  refuses("[newton_schulz]\nsteps = 1001\n", "steps is 1001", "from 1 to 1000");
+  refuses("\n[runtime]\nkind = \"fsdp\"\n", ":3:", "did you mean 'fsdp2'", "'ddp', 'ddp_tp'");
+  refuses("[newton_schulz]\ncoefficients = \"jordn\"\n", "did you mean 'jordan'", "'you'");
+  refuses("[runtime]\ntp_buffer_reuse = \"some\"\n", "true, false or one of 'gather'");
+  parse_config("[muon]\nlr = 0\n[adamw]\nbetas = [0, 0.5]\n[runtime]\ntp_buffer_reuse = true\n",
+               "a.toml");
+}
+
+TEST(Config, NamesTheSectionOfAKeyThatBelongsElsewhere) {
+  refuses("[muon]\nns_steps = 5\n", "'ns_steps'", "it belongs to newton_schulz.steps");
+  refuses("[muon]\nadamw_lr = 5\n", "it belongs to adamw.lr");
+  refuses("[runtime]\nkeep_last = 5\n", "it belongs to checkpoint.keep_last");
+}
+
+TEST(Config, WritesNumbersAsTheyWereWritten) {
+  refuses("[newton_schulz]\nsteps = 0.1\n", "steps is 0.1;");
+  refuses("[adamw]\nbetas = [0.9, 'a']\n", "betas is [0.9, 'a'];");
+  refuses("[adamw]\nbetas = []\n", "betas is [];");
+}
+
+TEST(Config, OfAVariableNamesItWithoutALine) {
+  const auto text = [](const std::string& value) {
+    try {
+      parse_config_value("muon", "lr", value, "DMUON_MUON_LR");
+    } catch (const ConfigError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(text("-1"),
+            "DMUON_MUON_LR: muon.lr is -1; it must be a number of at least 0, and finite.");
+  EXPECT_THAT(text("fast"), AllOf(StartsWith("DMUON_MUON_LR is 'fast': "), Not(HasSubstr(":2"))));
+  EXPECT_EQ(text("0.5"), "");
 }
 
 TEST(Config, NamesTheLineOfWhatIsNoToml) {
