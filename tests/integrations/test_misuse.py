@@ -5,7 +5,7 @@ import os
 import dmuon
 import pytest
 import torch
-from dmuon.integrations import hf, seams
+from dmuon.integrations import accelerate, hf, seams
 
 from tests.support.hf import (
     hand_wrapped,
@@ -68,6 +68,14 @@ def on_meta():
 def with_optimizer(folder, model, optimizer, **changes):
     trainer = {"optimizers": (optimizer, None)}
     return make_trainer(None, folder, model, trainer=trainer, **changes)
+
+
+def test_before_there_is_a_process_group():
+    says = r"no process group yet.*Call torch.distributed.init_process_group\(\) first"
+    with pytest.raises(ValueError, match=says):
+        hf.attach(None)
+    with pytest.raises(ValueError, match=says):
+        accelerate.prepare(None, None, projections)
 
 
 def test_one_rank_alone(tmp_path):

@@ -212,6 +212,22 @@ def _load_optimizer_and_scheduler(original, self, checkpoint):
     self.lr_scheduler.load_state_dict(from_first_rank(runtime, scheduler))
 
 
+def _save_pretrained(
+    original, self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs
+):
+    """Often called on one rank alone, so that it cannot gather what the others have."""
+    runtime = seams.runtime_here(self)
+    if state_dict is None and runtime is not None and not runtime.resident:
+        raise ValueError(
+            f"save_pretrained of a {type(self).__name__} whose dedicated parameters lie on one rank each, without "
+            "state_dict=. On all ranks: whole = dmuon.get_model_state_dict(model); then on the first one: "
+            "model.save_pretrained(folder, state_dict=whole). (Trainer.save_model and accelerator.get_state_dict do "
+            "it.)"
+        )
+    return original(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+
+
+OF_MODELS = {"save_pretrained": _save_pretrained}
 PUBLIC = {"train": _train, "create_optimizer": _create_optimizer}
 PRIVATE = {
     "_move_model_to_device": _move_model_to_device,
