@@ -282,6 +282,11 @@ class Muon(torch.optim.Optimizer):
     def _settings_now(self) -> tuple[list["_C.GroupSettings"], str]:
         """The groups as the engine reads them, or what is wrong with them: all ranks will raise it."""
         try:
+            if self._runtime.optimizer() is not self:
+                raise ValueError(
+                    "another dmuon.Muon was made for this model after this one, and its state is what a checkpoint "
+                    "saves. Make one, and step the last one made."
+                )
             self._runtime.prepare_for_optimizer()
             if not self._checked_parameters:
                 self._check_parameters()

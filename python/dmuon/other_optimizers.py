@@ -15,7 +15,7 @@ def check_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError where a step of ``optimizer`` would write into dedicated parameters. Local."""
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, Muon) or _steps_others(optimizer):
         return
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(hasattr(p, "_dedicated_owner_rank") for p in held):
@@ -26,3 +26,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "ranks would part. Use dmuon.Muon(model), which trains the other parameters with AdamW; or give it only "
             "those that are not dedicated."
         )
+
+
+def _steps_others(optimizer: torch.optim.Optimizer) -> bool:
+    """A container, or a wrapper: each of what it holds is checked in a step of its own."""
+    for value in vars(optimizer).values():
+        held = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(one, torch.optim.Optimizer) for one in held):
+            return True
+    return False

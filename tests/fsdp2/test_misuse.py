@@ -272,6 +272,23 @@ def check_global_hooks(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2])
+def test_of_two_optimizers_the_last_one_steps(world_size):
+    run_ranks(check_two, world_size)
+
+
+def check_two(rank, world_size):
+    run = setup(world_size)
+    last = dmuon.Muon(run.model)
+    run.loss(0, rank).backward()
+    before = dmuon.get_model_state_dict(run.model, rank0_only=False)
+    assert_all_raise(run.optimizer.step, "ValueError", "another dmuon.Muon", "the last one made")
+    assert_same(dmuon.get_model_state_dict(run.model, rank0_only=False), before)
+    last.step()
+    del last
+    assert_all_raise(run.optimizer.step, "ValueError", "another dmuon.Muon")
+
+
+@pytest.mark.parametrize("world_size", [2])
 def test_clipping_in_two_halves_is_refused(world_size):
     run_ranks(check_halves, world_size)
 

@@ -48,6 +48,8 @@ def check_setups(rank, world_size, folder):
     other = hand_wrapped()
     refused(with_optimizer(folder, other, optimizer), "dmuon.Muon of another model")
     refused(with_optimizer(folder, model, optimizer, fsdp="full_shard"), "itself", 'fsdp=""')
+    cast = with_optimizer(folder, model, optimizer, bf16_full_eval=True)
+    refused(cast, "bf16_full_eval=True casts", "bf16=True evaluates under autocast")
     half = seeded_llama()
     dmuon.dedicate_params(half, cpu_mesh(world_size), projections)
     refused(with_optimizer(folder, half, dmuon.Muon(half)), "Call fully_shard")

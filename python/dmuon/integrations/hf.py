@@ -29,8 +29,8 @@ def attach(trainer) -> None:
 
     Raises:
         ValueError: with the same text on every rank: the model of ``trainer`` was not dedicated, its optimizer
-            is not the ``dmuon.Muon`` of that model (or was not there yet), or ``trainer`` would shard the
-            model itself.
+            is not the ``dmuon.Muon`` of that model (or was not there yet), or ``trainer`` would shard or
+            cast the model itself.
     """
     together(world_control_group(), lambda: _check(trainer))
 
@@ -39,6 +39,7 @@ def _check(trainer) -> None:
     seams.check()
     _check_model(trainer)
     _check_sharding(trainer)
+    _check_casts(trainer.args)
     _check_optimizer(trainer)
 
 
@@ -69,6 +70,15 @@ def _check_sharding(trainer) -> None:
             f"the model is cut over {runtime.axes.sizes[2]} tensor-parallel ranks, and Trainer gives each rank data "
             "of its own. Train it with a loop of your own, in which the ranks of one group get the same batches."
         )
+
+
+def _check_casts(args) -> None:
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True casts the model before evaluate(), and its weights with it. Leave it out; bf16=True "
+                "evaluates under autocast."
+            )
 
 
 def _check_optimizer(trainer) -> None:
