@@ -183,13 +183,20 @@ def test_bad_input_is_an_error_that_says_what_to_do(capsys, config, arguments, w
     assert not [word for word in words if word not in text], text
 
 
+@pytest.mark.parametrize("value", ["x", "nan", "-1", "0", ""])
 @pytest.mark.parametrize(
-    "option", [["--ranks", "0"], ["--memory-limit", "nan"], ["--memory-limit", "-1"]]
+    "option, wanted",
+    [
+        ("--ranks", "whole number of at least 1"),
+        ("--max-owners-per-group", "whole number of at least 1"),
+        ("--memory-limit", "number above 0"),
+    ],
 )
-def test_options_are_checked_where_they_are_read(capsys, config, option):
+def test_options_are_checked_where_they_are_read(capsys, config, option, value, wanted):
     with pytest.raises(SystemExit) as ended:
-        main(["plan", config, "shard=4", *option])
-    assert ended.value.code == 2 and f"{option[1]} is no" in capsys.readouterr().err
+        main(["plan", config, "shard=4", option, value])
+    text = f"argument {option}: {value!r} is given; it must be a {wanted}"
+    assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 Path("out/spec").mkdir(parents=True, exist_ok=True)
 os.chdir("out/spec")
-sizes = (2, int(os.environ["WORLD_SIZE"]) // 2)
+sizes = (2, setting.ranks_over(2))
 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 model, optimizer = setting.hsdp(mesh)
 setting.train(model, optimizer, batches(*share_of(mesh), range(2)))

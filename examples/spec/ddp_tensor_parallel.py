@@ -5,8 +5,6 @@
 The listing stands between the comments that keep the formatter from it; around it is what it leaves to the reader.
 """
 
-import os
-
 import dmuon
 import setting
 import torch.distributed as dist
@@ -15,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 tp_size = 2
-sizes = (int(os.environ["WORLD_SIZE"]) // tp_size, tp_size)
+sizes = (setting.ranks_over(tp_size), tp_size)
 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
 model, plan = MyModel(), setting.plan()
 

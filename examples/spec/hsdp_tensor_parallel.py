@@ -5,8 +5,6 @@
 The listing stands between the comments that keep the formatter from it; around it is what it leaves to the reader.
 """
 
-import os
-
 import dmuon
 import setting
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 R, T = 2, 2
-G = int(os.environ["WORLD_SIZE"]) // (R * T)
+G = setting.ranks_over(R * T)
 model, plan = MyModel(), setting.plan()
 
 # fmt: off

@@ -6,14 +6,13 @@
 The listing stands between the comments that keep the formatter from it; around it is what it leaves to the reader.
 """
 
-import os
 import sys
 
 import setting
 from torch.distributed.device_mesh import init_device_mesh
 
 tp_size = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-sizes = (int(os.environ["WORLD_SIZE"]) // tp_size, tp_size)
+sizes = (setting.ranks_over(tp_size), tp_size)
 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
 model = setting.tensor_parallel(mesh)
 

@@ -5,14 +5,12 @@
 The listing stands between the comments that keep the formatter from it; around it is what it leaves to the reader.
 """
 
-import os
-
 import setting
 import torch.distributed as dist
 from setting import Watched, batches, share_of
 from torch.distributed.device_mesh import init_device_mesh
 
-sizes = (2, int(os.environ["WORLD_SIZE"]) // 2)
+sizes = (2, setting.ranks_over(2))
 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 model, optimizer = setting.hsdp(mesh)
 losses = setting.train(model, optimizer, batches(*share_of(mesh), range(2)))

@@ -3,6 +3,8 @@
 Whatever the number of processes, a step trains on the same `SEQUENCES` sequences, so that all print the same losses.
 """
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -161,6 +163,17 @@ def batches(share: int, shares: int, steps: Iterable[int], parts: int = 1) -> It
         for _ in range(LENGTH):  # each token says which one is next
             tokens = torch.cat([tokens, (5 * tokens[:, -1:] + 7) % VOCABULARY], dim=1)
         yield from tokens.chunk(shares)[share].chunk(parts)
+
+
+def ranks_over(others: int) -> int:
+    """The size of the mesh's dim that takes what processes the ``others`` leave."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    if ranks < others or ranks % others:
+        raise SystemExit(
+            f"{sys.argv[0]}: WORLD_SIZE is {ranks}, and the other dims of its mesh take {others}: give torchrun "
+            f"--nproc-per-node {others}, or a multiple of it. Its first lines have the command."
+        )
+    return ranks // others
 
 
 def share_of(mesh: DeviceMesh) -> tuple[int, int]:

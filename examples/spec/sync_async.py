@@ -7,7 +7,6 @@ The listing stands between the comments that keep the formatter from it; around 
 Without tensor parallelism the default is asynchronous.
 """
 
-import os
 import sys
 
 import dmuon
@@ -18,7 +17,7 @@ from setting import batches, share_of, show, train
 from torch.distributed.device_mesh import init_device_mesh
 
 tp_size = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-sizes = (int(os.environ["WORLD_SIZE"]) // tp_size, tp_size)
+sizes = (setting.ranks_over(tp_size), tp_size)
 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
 
 

@@ -5,13 +5,11 @@
 The listing stands between the comments that keep the formatter from it; around it is what it leaves to the reader.
 """
 
-import os
-
 import torch.distributed as dist
-from setting import MyModel, batches, share_of, train
+from setting import MyModel, batches, ranks_over, share_of, train
 
 tp_size = 2
-dp_size = int(os.environ["WORLD_SIZE"]) // tp_size
+dp_size = ranks_over(tp_size)
 
 # fmt: off
 import dmuon

@@ -1,6 +1,7 @@
 """``python -m dmuon plan`` and ``python -m dmuon doctor``."""
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -87,17 +88,19 @@ def _plan(given) -> int:
 
 
 def positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return value
+    return _above(0, float, text, "number above 0")
 
 
 def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
-    return value
+    return _above(0, int, text, "whole number of at least 1")
+
+
+def _above(low, kind: type, text: str, wanted: str):
+    with contextlib.suppress(ValueError):
+        value = kind(text)
+        if low < value < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is given; it must be a {wanted}")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch
     """The same over ``parameters``; None where none of them is dedicated."""
     dedicated = {id(p.parameter): p for runtime in runtimes() for p in runtime.params}
     chosen = [dedicated[id(p)] for p in parameters if id(p) in dedicated]
-    _refuse_under_deepspeed(parameters)
+    refuse_under_deepspeed(parameters)
     if not chosen:
         return None
     engine = chosen[0].runtime.engine
@@ -158,7 +158,7 @@ def clip_dedicated(parameters, max_norm, norm_type, error_if_nonfinite) -> torch
     return torch.tensor(norm, dtype=torch.float32)
 
 
-def _refuse_under_deepspeed(parameters) -> None:
+def refuse_under_deepspeed(parameters) -> None:
     """There gradients are reduced in ``engine.step``: a norm before it would be of this rank's alone, and
     without the dedicated ones, which ``parameters()`` does not list."""
     given = {id(p) for p in parameters}

@@ -122,14 +122,6 @@ class _Plain:
     resident = True
 
     @staticmethod
-    def check_model(model: nn.Module) -> None:
-        if isinstance(model, DistributedDataParallel) or wrapper_of_model(model) is not None:
-            raise ValueError(
-                "the model went through DistributedDataParallel already, which reduces all of its "
-                "gradients. Call dedicate_params_ddp first, then DistributedDataParallel(model)."
-            )
-
-    @staticmethod
     def check_axes(axes, chosen) -> None:
         cut = [c.name for c in chosen if isinstance(c.parameter, DTensor)]
         if cut:

@@ -36,9 +36,7 @@ def engine_optimizer(
     Raises:
         ValueError: a setting out of range.
     """
-    choice("nonfinite", nonfinite, tuple(_NONFINITE))
-    rule = _adjust_lr(adjust_lr, adjust_lr_fn)
-    options = as_newton_schulz(ns_backend).options(ns_steps)
+    rule, options = check_options(ns_backend, ns_steps, adjust_lr, adjust_lr_fn, nonfinite)
     publish_async = runtime.axes.sizes[2] == 1 if replicate_async is None else bool(replicate_async)
 
     def build():
@@ -62,6 +60,12 @@ def engine_optimizer(
         "nonfinite": nonfinite,
         "replicate_async": publish_async,
     }
+
+
+def check_options(ns_backend, ns_steps, adjust_lr, adjust_lr_fn, nonfinite):
+    """The rule of adjust_lr and the Newton-Schulz options. Raises ValueError for a setting out of range. Local."""
+    choice("nonfinite", nonfinite, tuple(_NONFINITE))
+    return _adjust_lr(adjust_lr, adjust_lr_fn), as_newton_schulz(ns_backend).options(ns_steps)
 
 
 def optimizer_of(runtime, given):

@@ -128,10 +128,6 @@ def wrap_forward_method(module: nn.Module, method_name: str) -> None:
 resident = False  # with reshard_after_forward=False too: not between steps
 
 
-def check_model(model: nn.Module) -> None:
-    """Nothing beyond what holds for all runtimes."""
-
-
 def check_axes(axes, chosen) -> None:
     """Every mesh will do."""
 

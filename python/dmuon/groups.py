@@ -21,6 +21,11 @@ def control_group(like: DeviceMesh, ranks: tuple[int, ...]):
 
 def world_control_group():
     """As ``control_group`` of all ranks, before there is a mesh."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "no process group yet, so that ranks cannot agree. Call torch.distributed.init_process_group() first; "
+            "start with torchrun or accelerate launch."
+        )
     world = dist.group.WORLD
     backend = None if dist.get_backend() in ("gloo", "fake") else "gloo"
     return _group(world, "control", tuple(range(dist.get_world_size())), backend)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
+from inspect import signature
 
 import torch
 from torch import nn
@@ -12,11 +13,11 @@ from dmuon.adamw import SymmetricAdamW
 from dmuon.agreement import raise_everywhere
 from dmuon.checkpoint import OwnedTensor, owned_tensor
 from dmuon.dedicated_state import as_whole, check_state, my_part, shown_master, state_shapes
-from dmuon.engine_optimizer import ADJUST_LR, engine_optimizer, group_settings
-from dmuon.errors import choice, listed
+from dmuon.engine_optimizer import ADJUST_LR, check_options, engine_optimizer, group_settings
+from dmuon.errors import choice, listed, nearest
 from dmuon.names import slots
 from dmuon.newton_schulz import NewtonSchulz
-from dmuon.param_groups import lower
+from dmuon.param_groups import ADAMW_KEYS, MUON_KEYS, check_settings, lower
 from dmuon.runtime import runtime_of_whole
 from dmuon.states import MASTER, torch_settings
 from dmuon.tensor_parallel import distribute_like
@@ -89,11 +90,7 @@ class Muon(torch.optim.Optimizer):
         self._runtime = runtime = runtime_of_whole(model)
         self._model = weakref.ref(runtime.model())
         try:
-            choice(
-                "tp_distributed_gram_policy",
-                tp_distributed_gram_policy,
-                ("beneficial", "always", "never"),
-            )
+            _check_policy(tp_distributed_gram_policy)
             placing = tp_distributed_gram_policy if tp_distributed_gram else "never"
             build, agreed = engine_optimizer(
                 runtime,
@@ -285,6 +282,11 @@ class Muon(torch.optim.Optimizer):
     def _settings_now(self) -> tuple[list["_C.GroupSettings"], str]:
         """The groups as the engine reads them, or what is wrong with them: all ranks will raise it."""
         try:
+            if self._runtime.optimizer() is not self:
+                raise ValueError(
+                    "another dmuon.Muon was made for this model after this one, and its state is what a checkpoint "
+                    "saves. Make one, and step the last one made."
+                )
             self._runtime.prepare_for_optimizer()
             if not self._checked_parameters:
                 self._check_parameters()
@@ -370,6 +372,23 @@ class Muon(torch.optim.Optimizer):
             elif param is not None:  # never stepped, as torch has it
                 found[("fresh", i)] = (param, None)
         return found
+
+
+def check_keywords(where: str, given: Mapping) -> None:
+    """Raises ValueError where ``Muon(model, **given)`` would, as far as can be told before the model is sharded. Local."""
+    known = {k: p.default for k, p in signature(Muon).parameters.items() if k != "model"}
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where} has {key!r}, {nearest(key, tuple(known))}")
+    options = {**known, **given}
+    _check_policy(options["tp_distributed_gram_policy"])
+    check_options(**{key: options[key] for key in signature(check_options).parameters})
+    check_settings("default/muon", {key: options[key] for key in MUON_KEYS})
+    check_settings("default/adamw", {key: options[f"adamw_{key}"] for key in ADAMW_KEYS})
+
+
+def _check_policy(policy: str) -> None:
+    choice("tp_distributed_gram_policy", policy, ("beneficial", "always", "never"))
 
 
 def refuse_grad_scaler(optimizer) -> None:

@@ -5,6 +5,7 @@ import functools
 import sys
 import warnings
 import weakref
+from collections import defaultdict
 
 import torch
 import torch.distributed.fsdp as public
@@ -12,11 +13,13 @@ import torch.distributed.tensor.parallel as parallel
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dmuon import replicas
 from dmuon.errors import listed
 from dmuon.fsdp2 import Ignored, Union, units_under, wrap_forward_method
 from dmuon.integrations import seams
+from dmuon.other_optimizers import check_step
 from dmuon.zero.initialize import install as install_zero
 from dmuon.zero.initialize import uninstall as uninstall_zero
 
@@ -44,9 +47,9 @@ def install_patch() -> None:
     Called on ``import dmuon``. It sets the default of ``fully_shard``'s public keyword
     ``ignored_params``, rebinds the public name for callers that pass their own set, and wraps the
     public setters of ``FSDPModule``, ``register_fsdp_forward_method``, ``clip_grad_norm_``,
-    ``clip_grads_with_norm_``, ``parallelize_module``, ``GradScaler.unscale_``, and the constructor and ``no_sync`` of
-    ``DistributedDataParallel``; and, once they are imported, ``deepspeed.initialize`` and methods of
-    ``accelerate.Accelerator`` and ``transformers.Trainer``.
+    ``clip_grads_with_norm_``, ``clip_grad_value_``, ``parallelize_module``, ``GradScaler.unscale_``, and the constructor and ``no_sync`` of
+    ``DistributedDataParallel``; has torch call a check before each optimizer's step; and, once they are imported, wraps
+    ``deepspeed.initialize`` and methods of ``accelerate.Accelerator`` and ``transformers.Trainer``.
     """
     if _originals:
         return
@@ -78,6 +81,9 @@ def install_patch() -> None:
     _rebind(parallel.parallelize_module, _wrap_parallelize(parallel.parallelize_module))
     _originals["clip_grad_norm_"] = clip_grad.clip_grad_norm_
     _rebind(clip_grad.clip_grad_norm_, _wrap_clip(clip_grad.clip_grad_norm_))
+    _originals["clip_grad_value_"] = clip_grad.clip_grad_value_
+    _rebind(clip_grad.clip_grad_value_, _wrap_clip_value(clip_grad.clip_grad_value_))
+    _originals["step_hook"] = register_optimizer_step_pre_hook(check_step)
     install_zero()
     seams.install()
 
@@ -90,6 +96,7 @@ def uninstall_patch() -> None:
     for name in ("fully_shard", "register_fsdp_forward_method"):
         _rebind(getattr(public, name), _originals[name])
     _rebind(clip_grad.clip_grad_norm_, _originals["clip_grad_norm_"])
+    _rebind(clip_grad.clip_grad_value_, _originals["clip_grad_value_"])
     _rebind(torch.nn.utils.clip_grads_with_norm_, _originals["clip_grads_with_norm_"])
     _rebind(parallel.parallelize_module, _originals["parallelize_module"])
     if "default" in _originals:
@@ -100,6 +107,7 @@ def uninstall_patch() -> None:
     torch.amp.GradScaler.unscale_ = _originals["unscale_"]
     for name in ("no_sync", "__init__"):
         setattr(DistributedDataParallel, name, _originals[name])
+    _originals["step_hook"].remove()
     uninstall_zero()
     seams.uninstall()
     _originals.clear()
@@ -216,6 +224,27 @@ def _wrap_clip(original):
         return norm
 
     return clip_grad_norm_
+
+
+def _wrap_clip_value(original):
+    """Element by element, so that each rank clips what it has; those of each mesh apart, which torch does not mix in
+    one operation."""
+
+    @functools.wraps(original)
+    def clip_grad_value_(parameters, clip_value, foreach=None):
+        from dmuon.control import refuse_under_deepspeed
+
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        refuse_under_deepspeed(given)
+        if not any(map(seams.is_dedicated, given)):
+            return original(given, clip_value, foreach)
+        by_mesh = defaultdict(list)
+        for p in given:
+            by_mesh[getattr(p.grad, "device_mesh", None)].append(p)
+        for part in by_mesh.values():
+            original(part, clip_value, foreach)
+
+    return clip_grad_value_
 
 
 def _wrap_scaling(original):

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dmuon import _C
 from dmuon.axes import Axes
 from dmuon.collect import Chosen
 from dmuon.errors import listed
+from dmuon.exiting import let_threads_rest
 from dmuon.tensor_parallel import Layout, local_part, wrapper_of
 
 # The model given to dedicate_params -> its Runtime.
@@ -325,13 +325,11 @@ def register(model: nn.Module, runtime: Runtime) -> None:
 
 
 def _drain() -> None:
-    """At exit: peers wait for the publishes that this rank has not sent yet. A backend's thread may still hold the
-    tensors of a message that has come, and one that needs the interpreter to drop them once that is gone aborts the
-    process (seen with twenty busy processes a core): it gets a moment."""
+    """At exit: peers wait for the publishes that this rank has not sent yet."""
     for runtime in runtimes():
         with contextlib.suppress(Exception):
             runtime.engine.wait_publishes()
-    time.sleep(0.05)
+    let_threads_rest()
 
 
 def runtimes() -> list[Runtime]:

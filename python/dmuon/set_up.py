@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from dmuon import _C, checkpoint, fsdp2, reads
+from dmuon import _C, checkpoint, fsdp2, reads, replicas
 from dmuon.agreement import raise_everywhere
 from dmuon.axes import Axes, find_axes, with_ranks
 from dmuon.boundaries import Boundaries
@@ -24,6 +26,7 @@ from dmuon.policy import PolicyTable
 from dmuon.runtime import Runtime, register, runtime_of
 
 Predicate = Callable[[str, nn.Parameter], bool]
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 @dataclass
@@ -82,7 +85,7 @@ def set_up(
     Collective over the job.
 
     Args:
-        front: the module or object of the runtime (``fsdp2``, ``ddp``): ``resident``, ``check_model``, ``check_axes``,
+        front: the module or object of the runtime (``fsdp2``, ``ddp``): ``resident``, ``check_axes``,
             ``before_adopting``, ``make_adapter``, ``settle``, ``check_slot``, ``check_complete``, ``whole``,
             ``assign``.
         extra: more that must be equal on all ranks.
@@ -90,7 +93,7 @@ def set_up(
     mesh = replicate if shard is None else shard
     try:
         settings.check()
-        _check_model(model, front)
+        _check_model(model)
         axes = find_axes(model, shard, replicate, tuple(settings.independent_dims))
     except Exception as error:
         raise_everywhere(control_group(mesh, tuple(range(dist.get_world_size()))), error)
@@ -112,7 +115,7 @@ def set_up(
     return _install(model, axes, chosen, plan, control, settings, front)
 
 
-def _check_model(model, front) -> None:
+def _check_model(model) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     from dmuon.zero import seams  # which import this module
@@ -126,7 +129,18 @@ def _check_model(model, front) -> None:
             "dedicate_params before fully_shard."
         )
     seams.check_untouched(model)
-    front.check_model(model)
+    _check_unwrapped(model)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    wrapper = next((m for m in model.modules() if isinstance(m, _WRAPPERS)), None)
+    wrapper = wrapper or replicas.wrapper_of_model(model)
+    if wrapper is not None:
+        raise ValueError(
+            f"the model went through {type(wrapper).__name__} already, which reduces all of its gradients. Call "
+            "dedicate_params_ddp first, then DistributedDataParallel(model); or dedicate_params, then fully_shard "
+            "instead of it. (accelerator.prepare(model) wraps too: it comes after.)"
+        )
 
 
 def _choose(model, axes: Axes, predicate, settings: Settings) -> list[Chosen]:

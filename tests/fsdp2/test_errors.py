@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import INPUTS, Bare, Net, in_blocks, shard
 from tests.support.parity import (
@@ -386,6 +388,11 @@ def check_order(rank, world_size):
         "ValueError",
         "fully_shard",
     )
+    inside = seeded(Net)
+    by_fsdp1 = FullyShardedDataParallel(seeded(Net), device_id=torch.device("cpu"))
+    for wrapped in (DistributedDataParallel(inside), inside, by_fsdp1):
+        says = "DataParallel already, which reduces all", "dedicate_params, then fully_shard"
+        assert_setup_is_refused(world_size, wrapped, in_blocks, "ValueError", *says)
     twice = seeded(Net)
     dmuon.dedicate_params(twice, mesh, predicate=in_blocks)
     assert_all_raise(

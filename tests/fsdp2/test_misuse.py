@@ -4,10 +4,11 @@ import dmuon
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.support.models import Bare, Block, Net
-from tests.support.parity import assert_all_raise, check_parity, cpu_mesh, setup
+from tests.support.models import INPUTS, Bare, Block, Net
+from tests.support.parity import assert_all_raise, assert_same, check_parity, cpu_mesh, setup
 from tests.support.ranks import run_ranks
 
 # Only matrices, all of them dedicated: FSDP2's own gradients have no part in the accumulation.
@@ -274,6 +275,23 @@ def check_global_hooks(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2])
+def test_of_two_optimizers_the_last_one_steps(world_size):
+    run_ranks(check_two, world_size)
+
+
+def check_two(rank, world_size):
+    run = setup(world_size)
+    last = dmuon.Muon(run.model)
+    run.loss(0, rank).backward()
+    before = dmuon.get_model_state_dict(run.model, rank0_only=False)
+    assert_all_raise(run.optimizer.step, "ValueError", "another dmuon.Muon", "the last one made")
+    assert_same(dmuon.get_model_state_dict(run.model, rank0_only=False), before)
+    last.step()
+    del last
+    assert_all_raise(run.optimizer.step, "ValueError", "another dmuon.Muon")
+
+
+@pytest.mark.parametrize("world_size", [2])
 def test_clipping_in_two_halves_is_refused(world_size):
     run_ranks(check_halves, world_size)
 
@@ -322,3 +340,49 @@ def check_no_norm(rank, world_size):
 def gradients_of(run):
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
     return [getattr(g, "_local_tensor", g).clone() for g in gradients]
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_clipping_by_value(world_size):
+    run_ranks(check_values, world_size)
+
+
+def check_values(rank, world_size):
+    run = check_parity(rank, world_size, clipped_by_value)
+    run.loss(0, rank).backward()
+    nn.utils.clip_grad_value_(run.model.parameters(), 1e-5)
+    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    largest = [getattr(g, "to_local", lambda g=g: g)().abs().max() for g in gradients]
+    assert max(largest).item() == pytest.approx(1e-5)
+
+
+def clipped_by_value(run):
+    """So low that it changes the direction of most gradients."""
+    for step in range(3):
+        backward(run, step)
+        nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
+        run.step()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_an_optimizer_that_is_not_dmuons(world_size):
+    run_ranks(check_other_optimizer, world_size)
+
+
+def check_other_optimizer(rank, world_size):
+    """It would write into placeholders; under DDP into each owner's copy, and the ranks would part."""
+    mesh, sharded, replicated = cpu_mesh(world_size), Net(), Net()
+    matrices = lambda name, p: "blocks" in name and p.ndim == 2  # noqa: E731
+    dmuon.dedicate_params(sharded, mesh, matrices)
+    fully_shard(sharded, mesh=mesh)
+    dmuon.dedicate_params_ddp(replicated, mesh, matrices)
+    dmuon.replicate(replicated, mesh)
+    for model in (sharded, replicated):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(3, INPUTS)).sum().backward()
+        before = dmuon.get_model_state_dict(model, rank0_only=False)
+        says = "this AdamW has the dedicated parameters 'blocks.0", "Use dmuon.Muon(model)"
+        assert_all_raise(optimizer.step, "ValueError", *says)
+        assert_same(dmuon.get_model_state_dict(model, rank0_only=False), before)
+        rest = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
+        torch.optim.AdamW(rest, foreach=False).step()

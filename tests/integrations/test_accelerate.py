@@ -114,6 +114,8 @@ def check_saves(run, want, folder):
     state, bare = a.get_state_dict(run.model), a.unwrap_model(run.model)
     if a.is_main_process:
         assert_equal(state, want)
+    says = "without state_dict=", "dmuon.get_model_state_dict(model)"
+    assert_all_raise(lambda: bare.save_pretrained(f"{folder}/bare"), "ValueError", *says)
     options = {"is_main_process": a.is_main_process, "state_dict": state}
     bare.save_pretrained(f"{folder}/bare", save_function=a.save, **options)
     a.save_model(run.model, f"{folder}/whole")
@@ -169,8 +171,10 @@ def check_refusals(rank, world_size):
     assert_all_raise(prepare(plain, model), "ValueError", "not FSDP2", "fsdp_version=2")
     half = seeded_llama()
     dmuon.dedicate_params(half, cpu_mesh(world_size), projections)
+    assert_all_raise(lambda: plain.prepare(half), "ValueError", "Call fully_shard")
     optimizer = torch.optim.SGD(half.parameters())
-    assert_all_raise(lambda: plain.prepare(half, optimizer), "ValueError", "Call fully_shard")
+    says = "this SGD has the dedicated parameters 'model.layers.0", "Use dmuon.Muon(model)"
+    assert_all_raise(lambda: plain.prepare(optimizer), "ValueError", *says)
     trainer_ready()
     accelerator = with_fsdp2({"cpu_ram_efficient_loading": True})
     for ours in (half, hand_wrapped()):
@@ -180,7 +184,26 @@ def check_refusals(rank, world_size):
     nothing = lambda: integration.prepare(accelerator, model, lambda name, p: False)  # noqa: E731
     assert_all_raise(nothing, "ValueError", "selects no parameter")
     assert not any(p.is_meta for p in model.parameters())
+    for keywords, says in WRONG_KEYWORDS:
+        call = lambda given=keywords: integration.prepare(accelerator, model, projections, **given)  # noqa: E731
+        assert_all_raise(call, "ValueError", says)
+        assert_equal(dict(model.named_parameters()), dict(seeded_llama().named_parameters()))
     integration.prepare(accelerator, model, projections)
+
+
+WRONG_KEYWORDS = (
+    ({"learning_rate": 1}, "prepare has 'learning_rate', which is unknown; known: lr,"),
+    (
+        {"dedicate": {"compute_dtyp": 1}},
+        "dedicate has 'compute_dtyp', which is unknown; did you mean",
+    ),
+    ({"lr": -1.0}, "lr of 'default/muon' is -1.0"),
+    ({"adamw_betas": (0.9,)}, "betas of 'default/adamw' are (0.9,)"),
+    ({"ns_steps": 0}, "ns_steps is 0"),
+    ({"nonfinite": "rise"}, "nonfinite is 'rise'"),
+    ({"tp_distributed_gram_policy": "often"}, "tp_distributed_gram_policy is 'often'"),
+    ({"param_groups": []}, "prepare got param_groups"),
+)
 
 
 def test_what_the_plugin_cannot_have():
@@ -196,6 +219,9 @@ def check_plugins(rank, world_size):
         assert_all_raise(call, "ValueError", *words)
 
     refused(with_fsdp2({"cpu_offload": True}), "cpu_offload")
+    trainer_ready()
+    by_size = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
+    refused(with_fsdp2(by_size), "the ModuleList 'model.layers'", "transformer_based_wrap")
     trainer_ready()
     accelerator = with_fsdp2()
     accelerator.state._mixed_precision = "fp16"  # which it refuses itself on a CPU

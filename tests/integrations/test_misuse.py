@@ -5,7 +5,7 @@ import os
 import dmuon
 import pytest
 import torch
-from dmuon.integrations import hf, seams
+from dmuon.integrations import accelerate, hf, seams
 
 from tests.support.hf import (
     hand_wrapped,
@@ -48,6 +48,8 @@ def check_setups(rank, world_size, folder):
     other = hand_wrapped()
     refused(with_optimizer(folder, other, optimizer), "dmuon.Muon of another model")
     refused(with_optimizer(folder, model, optimizer, fsdp="full_shard"), "itself", 'fsdp=""')
+    cast = with_optimizer(folder, model, optimizer, bf16_full_eval=True)
+    refused(cast, "bf16_full_eval=True casts", "bf16=True evaluates under autocast")
     half = seeded_llama()
     dmuon.dedicate_params(half, cpu_mesh(world_size), projections)
     refused(with_optimizer(folder, half, dmuon.Muon(half)), "Call fully_shard")
@@ -68,6 +70,14 @@ def on_meta():
 def with_optimizer(folder, model, optimizer, **changes):
     trainer = {"optimizers": (optimizer, None)}
     return make_trainer(None, folder, model, trainer=trainer, **changes)
+
+
+def test_before_there_is_a_process_group():
+    says = r"no process group yet.*Call torch.distributed.init_process_group\(\) first"
+    with pytest.raises(ValueError, match=says):
+        hf.attach(None)
+    with pytest.raises(ValueError, match=says):
+        accelerate.prepare(None, None, projections)
 
 
 def test_one_rank_alone(tmp_path):

@@ -377,8 +377,13 @@ def check_seams(rank, world_size):
         ((spec, "Bundle"), f"{spec}.Bundle"),
         (("torchtitan.bundles", "Bundle"), "torchtitan.bundles"),
     ):
-        with pytest.raises(ImportError, match=rf"has no {re.escape(what)}, .*tested .* 0\.3\.0"):
+        known = rf"has no {re.escape(what)}, .*tested .* 0\.3\.0\. This one is damaged"
+        with pytest.raises(ImportError, match=known):
             seams._find(*where)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(seams, "version", lambda name: "0.4.0")
+            with pytest.raises(ImportError, match=r"torchtitan 0\.4\.0 .*\. Install that version;"):
+                seams._find(*where)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(utils, "clip_grad_norm_")
         with pytest.raises(

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.hf import (
+    CLIP,
     LINEAR,
     LR,
+    STEPS,
     assert_as_one_process,
     assert_equal,
     check_adapter,
@@ -22,6 +24,7 @@ from tests.support.hf import (
     make_trainer,
     need,
     projections,
+    rows,
     saved,
     seeded_llama,
     trainer_ready,
@@ -63,6 +66,34 @@ def check_training(rank, world_size, make, clip, folder):
     assert logged(trainer, "learning_rate") == pytest.approx([LR * f for f in LINEAR])
     losses = logged(trainer, "eval_loss")
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+
+
+def test_bfloat16_is_a_loop_of_ones_own_under_autocast(tmp_path):
+    run_ranks(check_bfloat16, 2, str(tmp_path), limit_s=90)
+
+
+def check_bfloat16(rank, world_size, folder):
+    """To the bit, the norms too. Products are bfloat16; weights, gradients and masters float32."""
+    options = {"bf16": True, "gradient_accumulation_steps": 1, "lr_scheduler_type": "constant"}
+    trainer, other = (hand_made(folder, **options) for _ in range(2))
+    trainer.train_dataset = other.train_dataset = rows(even=True)
+    dtypes, norms = set(), []
+    layer = trainer.model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+    trainer.train()
+    assert dtypes == {torch.bfloat16}
+    model, optimizer, loader = other.model, other.optimizer, iter(other.get_train_dataloader())
+    for _ in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**next(loader)).loss
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert {g.dtype for g in gradients} == {torch.float32}
+        norms.append(dmuon.clip_grad_norm_(optimizer, CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(full_weights(trainer.model), full_weights(model))
+    assert logged(trainer, "grad_norm") == norms
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}

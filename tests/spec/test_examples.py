@@ -1,6 +1,7 @@
 """Each file of examples/spec/ on several ranks, to its end, against one process."""
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -165,3 +166,11 @@ def test_torchrun_runs_one_as_a_newcomer_would(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert len(re.findall("loss", ended.stdout)) == STEPS
+
+
+@pytest.mark.parametrize("ranks", ["2", "6"])
+def test_a_world_that_the_mesh_does_not_divide_is_named(ranks, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    says = rf"WORLD_SIZE is {ranks}, .* give torchrun --nproc-per-node 4, or a multiple of it"
+    with pytest.raises(SystemExit, match=says):
+        runpy.run_path(str(EXAMPLES / "hsdp_tensor_parallel.py"))

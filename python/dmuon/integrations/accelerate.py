@@ -3,6 +3,7 @@ before. What follows ``prepare`` are its own calls, which reach dmuon without an
 
 import contextlib
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -10,16 +11,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from dmuon.agreement import from_first_rank, together
 from dmuon.checkpoint_directory import newest_step
 from dmuon.control import clip_dedicated, no_sync
 from dmuon.dedicate import dedicate_params
+from dmuon.errors import nearest
 from dmuon.full_state import get_model_state_dict, set_model_state_dict
 from dmuon.groups import world_control_group
 from dmuon.integrations import seams
 from dmuon.names import slots
-from dmuon.optimizer import Muon
+from dmuon.optimizer import Muon, check_keywords
+from dmuon.other_optimizers import check_optimizer
 from dmuon.runtime import runtime_of
 from dmuon.saving import load_checkpoint, save_checkpoint
 from dmuon.set_up import Predicate
@@ -48,16 +52,18 @@ def prepare(
         model: not sharded, not dedicated.
         predicate: ``(name, parameter) -> bool``, as for ``dmuon.dedicate_params``.
         dedicate: further keywords of ``dmuon.dedicate_params``.
-        muon: keywords of ``dmuon.Muon``.
+        muon: keywords of ``dmuon.Muon``, but ``param_groups``.
 
     Returns:
         The model, and the ``AcceleratedOptimizer`` around ``dmuon.Muon``.
 
     Raises:
         ValueError: on all ranks, before anything has changed: no FSDP2 plugin, float16, a mesh of
-            ``parallelism_config``, or what ``dedicate_params`` refuses.
+            ``parallelism_config``, a keyword that is unknown or out of range, a plugin that would wrap a
+            ``ModuleList``, or what ``dedicate_params`` refuses.
     """
-    together(world_control_group(), lambda: _check_preparable(accelerator, model))
+    dedicate = dedicate or {}
+    together(world_control_group(), lambda: _check_preparable(accelerator, model, dedicate, muon))
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     if accelerator.mixed_precision != "no":
         _keep_masters(model)
@@ -65,9 +71,9 @@ def prepare(
     efficient, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
     try:
         if efficient:
-            values = _dedicate_on_meta(model, mesh, predicate, dedicate or {})
+            values = _dedicate_on_meta(model, mesh, predicate, dedicate)
         else:
-            dedicate_params(model.to(accelerator.device), mesh, predicate, **(dedicate or {}))
+            dedicate_params(model.to(accelerator.device), mesh, predicate, **dedicate)
         model, optimizer = _shard(accelerator, model)
     finally:
         plugin.cpu_ram_efficient_loading = efficient
@@ -77,7 +83,7 @@ def prepare(
     return model, optimizer
 
 
-def _check_preparable(accelerator, model) -> None:
+def _check_preparable(accelerator, model, dedicate: Mapping, muon: Mapping) -> None:
     seams.check()
     if not accelerator.is_fsdp2:
         raise ValueError(
@@ -101,6 +107,39 @@ def _check_preparable(accelerator, model) -> None:
             "dedicate_params was called on this model already. Give prepare the model as it is built: it calls "
             "dedicate_params and fully_shard."
         )
+    _check_keywords(dedicate, muon)
+    _check_wrapping(accelerator.state.fsdp_plugin, model)
+
+
+def _check_keywords(dedicate: Mapping, muon: Mapping) -> None:
+    known = tuple(
+        key for key, p in signature(dedicate_params).parameters.items() if p.kind == p.KEYWORD_ONLY
+    )
+    for key in dedicate:
+        if key not in known:
+            raise ValueError(f"dedicate has {key!r}, {nearest(key, known)}")
+    check_keywords("prepare", muon)
+    if muon.get("param_groups") is not None:
+        raise ValueError(
+            "prepare got param_groups, whose parameters fully_shard is about to replace. Call dedicate_params, "
+            "fully_shard and dmuon.Muon(model, param_groups=...) yourself, and accelerator.prepare(model, optimizer) "
+            "without fsdp_plugin."
+        )
+
+
+def _check_wrapping(plugin, model: nn.Module) -> None:
+    """``fully_shard`` refuses a list, and would with the matrices dedicated already."""
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    if policy is not size_based_auto_wrap_policy:
+        return
+    for path, module in model.named_modules():
+        size = sum(p.numel() for p in module.parameters())
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and size > plugin.min_num_params:
+            raise ValueError(
+                f"auto_wrap_policy is 'size_based_wrap' with min_num_params={plugin.min_num_params}, and Accelerate "
+                f"would give fully_shard the {type(module).__name__} {path!r} of {size} parameters, which has no "
+                "forward. Use auto_wrap_policy='transformer_based_wrap'."
+            )
 
 
 def _check_precision(accelerator) -> None:
@@ -160,6 +199,8 @@ def _prepare(original, self, *args, **kwargs):
             "predicate) the model as it is built; or call fully_shard yourself and make the Accelerator without "
             "fsdp_plugin."
         )
+    for optimizer in (a for a in args if isinstance(a, torch.optim.Optimizer)):
+        check_optimizer(optimizer)
     return original(self, *args, **kwargs)
 
 

@@ -29,8 +29,8 @@ def attach(trainer) -> None:
 
     Raises:
         ValueError: with the same text on every rank: the model of ``trainer`` was not dedicated, its optimizer
-            is not the ``dmuon.Muon`` of that model (or was not there yet), or ``trainer`` would shard the
-            model itself.
+            is not the ``dmuon.Muon`` of that model (or was not there yet), or ``trainer`` would shard or
+            cast the model itself.
     """
     together(world_control_group(), lambda: _check(trainer))
 
@@ -39,6 +39,7 @@ def _check(trainer) -> None:
     seams.check()
     _check_model(trainer)
     _check_sharding(trainer)
+    _check_casts(trainer.args)
     _check_optimizer(trainer)
 
 
@@ -69,6 +70,15 @@ def _check_sharding(trainer) -> None:
             f"the model is cut over {runtime.axes.sizes[2]} tensor-parallel ranks, and Trainer gives each rank data "
             "of its own. Train it with a loop of your own, in which the ranks of one group get the same batches."
         )
+
+
+def _check_casts(args) -> None:
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True casts the model before evaluate(), and its weights with it. Leave it out; bf16=True "
+                "evaluates under autocast."
+            )
 
 
 def _check_optimizer(trainer) -> None:
@@ -212,6 +222,22 @@ def _load_optimizer_and_scheduler(original, self, checkpoint):
     self.lr_scheduler.load_state_dict(from_first_rank(runtime, scheduler))
 
 
+def _save_pretrained(
+    original, self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs
+):
+    """Often called on one rank alone, so that it cannot gather what the others have."""
+    runtime = seams.runtime_here(self)
+    if state_dict is None and runtime is not None and not runtime.resident:
+        raise ValueError(
+            f"save_pretrained of a {type(self).__name__} whose dedicated parameters lie on one rank each, without "
+            "state_dict=. On all ranks: whole = dmuon.get_model_state_dict(model); then on the first one: "
+            "model.save_pretrained(folder, state_dict=whole). (Trainer.save_model and accelerator.get_state_dict do "
+            "it.)"
+        )
+    return original(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+
+
+OF_MODELS = {"save_pretrained": _save_pretrained}
 PUBLIC = {"train": _train, "create_optimizer": _create_optimizer}
 PRIVATE = {
     "_move_model_to_device": _move_model_to_device,

@@ -17,7 +17,11 @@ from dmuon.runtime import Runtime, runtime_of
 from dmuon.when_imported import forget, when_imported
 
 TESTED = {"accelerate": "1.15", "transformers": "5.24"}
-_MODULES = {"accelerate.accelerator": "Accelerator", "transformers.trainer": "Trainer"}
+_MODULES = {
+    "accelerate.accelerator": "Accelerator",
+    "transformers.trainer": "Trainer",
+    "transformers.modeling_utils": "PreTrainedModel",
+}
 
 # (class, method) -> the original, of everything that is wrapped.
 _originals: dict[tuple[type, str], Callable] = {}
@@ -43,9 +47,13 @@ def uninstall() -> None:
 def _patch(module) -> None:
     from dmuon.integrations import accelerate, hf
 
-    owner = getattr(module, _MODULES[module.__name__])
-    of_trainer = module.__name__ == "transformers.trainer"
-    wrap(owner, *((hf.PUBLIC, hf.PRIVATE) if of_trainer else (accelerate.PUBLIC, {})))
+    name = _MODULES[module.__name__]
+    methods = {
+        "Accelerator": (accelerate.PUBLIC, {}),
+        "Trainer": (hf.PUBLIC, hf.PRIVATE),
+        "PreTrainedModel": (hf.OF_MODELS, {}),
+    }
+    wrap(getattr(module, name), *methods[name])
 
 
 def wrap(owner: type, public: dict[str, Callable], private: dict[str, Callable]) -> None:

@@ -26,10 +26,14 @@ def missing(what: str) -> ImportError:
             f"dmuon.integrations.torchtitan needs torchtitan; it was tested with {TESTED}: "
             f"pip install torchtitan=={TESTED}"
         )
+    other = "Install that version"
+    if found == TESTED:
+        other = (
+            f"This one is damaged, or changed: pip install --force-reinstall torchtitan=={TESTED}"
+        )
     return ImportError(
         f"torchtitan {found} has no {what}, which dmuon.integrations.torchtitan takes hold of; it was tested "
-        f"with torchtitan {TESTED}. Install that version, or call dmuon.dedicate_params by hand before "
-        "parallelize."
+        f"with torchtitan {TESTED}. {other}; or call dmuon.dedicate_params by hand before parallelize."
     )
 
 

@@ -25,10 +25,6 @@ class Front:
     def __init__(self, config: DsConfig, model: nn.Module):
         self._config, self._model = config, weakref.ref(model)
 
-    @staticmethod
-    def check_model(model: nn.Module) -> None:
-        """What holds for all runtimes."""
-
     def check_axes(self, axes, chosen) -> None:
         frozen = [c.name for c in chosen if not c.parameter.requires_grad]
         if frozen and len(frozen) == len(chosen):

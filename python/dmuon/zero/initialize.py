@@ -36,10 +36,9 @@ def initialize(*args, **kwargs):
         ValueError: with the same text on every rank, before DeepSpeed has begun: what
             ``dedicate_params_zero`` refuses; an unknown key, with the nearest known one; no ``"dmuon"``
             section, with one to paste.
+        ImportError: DeepSpeed is not installed.
     """
-    import deepspeed
-
-    return _initialize(_original(deepspeed), *args, **kwargs)
+    return _initialize(_original(seams.need_deepspeed()), *args, **kwargs)
 
 
 def _original(deepspeed):

@@ -85,7 +85,9 @@ def dedicate_params_zero(
         ValueError: with the same text on every rank, before anything has changed: what
             ``dedicate_params`` refuses; a setting that does not go with dedicated matrices; a model that
             went through ``deepspeed.initialize`` already; nothing left for DeepSpeed.
+        ImportError: DeepSpeed is not installed.
     """
+    seams.need_deepspeed()
     require_group()
     control = world_control_group()
     config, predicate, settings = together(

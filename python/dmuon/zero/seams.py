@@ -161,6 +161,19 @@ def leave_step(engine) -> None:
     engine._running_engine_step = False
 
 
+def need_deepspeed():
+    """The package. Raises ImportError with what to install where it is not there. Local."""
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise  # a package that DeepSpeed needs
+        raise ImportError(
+            f"dmuon.zero needs deepspeed; it was tested with {TESTED[-1]}: pip install deepspeed=={TESTED[-1]}"
+        ) from error
+    return deepspeed
+
+
 def announce_version() -> None:
     import deepspeed
 
