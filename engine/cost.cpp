@@ -1,9 +1,9 @@
 // The cost of a matrix: operations (kernels/flops.h), and what comes on top of them.
 //
-// Our kernels compute triangles and, from s = 128 on, restart after five steps only: 3a + 17 for k
-// = 5, and 6a + 14 below. torch's products (symmetric_products = false) are whole ones, with a
-// restart before step 2 counted from 0: 8a + 28. Where the direct form costs less, near squares,
-// the Gram kernel runs it (kernels/newton_schulz.h).
+// Our kernels compute triangles and, from s = 128 and a = 2.5 on, restart after five steps only: 3a
+// + 17 for k = 5, and 6a + 14 below. torch's products (symmetric_products = false) are whole ones,
+// with a restart before step 2 counted from 0: 8a + 28. Where the direct form costs less, near
+// squares, the Gram kernel runs it (kernels/newton_schulz.h).
 //
 // Small products run at a lower rate, and there is work per element: packing, the norm, the result.
 // Both constants are fitted to `make bench-ns`, which prints what is left of the difference.
@@ -15,8 +15,8 @@
 namespace dmuon {
 namespace {
 
-double chains_of(double s, int steps, Products products) {
-  if (products == Products::triangles && !is_small(s)) {
+double chains_of(double s, double l, int steps, Products products) {
+  if (products == Products::triangles && !restarts_once(s, l)) {
     return (steps + kLongestChain - 1) / kLongestChain;
   }
   return steps > 2 ? 2 : 1;
@@ -44,7 +44,7 @@ double flops_of_one(const Matrix& matrix, const PlanPolicy& policy) {
   const double s = short_dim(matrix), l = long_dim(matrix);
   const Products products = policy.symmetric_products ? Products::triangles : Products::whole;
   const double direct = direct_flops(s, l, policy.ns_steps, products);
-  const double chains = chains_of(s, policy.ns_steps, products);
+  const double chains = chains_of(s, l, policy.ns_steps, products);
   const double gram = gram_flops(s, l, policy.ns_steps, chains, products);
   const double handicap = policy.symmetric_products ? gram_handicap(s) : 1;
   const bool cheaper = gram * handicap < direct;

@@ -81,6 +81,7 @@ double clip_gradients(Engine& engine, const GradientSet& set, double max_norm, d
         message("the total norm of order ", p, " of the gradients is ", norm,
                 ", so it cannot be clipped. To clip anyway, pass error_if_nonfinite=False."));
   }
+  if (std::isinf(max_norm)) return norm;
   const double factor = max_norm / (norm + 1e-6);
   if (!(factor >= 1)) scale_gradients(engine, set, factor);
   return norm;

@@ -1,6 +1,8 @@
 #include "kernels/checks.h"
 
+#include <ATen/TracerMode.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +24,8 @@ int64_t reach(const at::Tensor& x) {
 // Kernels read by address, which such tensors do not give.
 bool stands_for_others(const at::Tensor& x) {
   return x.layout() != at::kStrided || x.is_nested() || !x.has_storage() || x._is_zerotensor() ||
-         x.key_set().has(c10::DispatchKey::Python);
+         x.key_set().has_any(
+             c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
 }
 
 bool memory_is_there(const at::Tensor& x) {
@@ -65,6 +68,18 @@ double mapped(double sigma, const CoefficientSet& set, int steps) {
   return sigma;
 }
 
+// A thousand evenly spaced, and twenty to each decade below the least of them.
+std::vector<double> watched_sigmas() {
+  constexpr double kLargest = 1.005;
+  constexpr int kPoints = 1000, kDecades = 12, kPerDecade = 20;
+  std::vector<double> sigmas;
+  for (int i = 1; i <= kPoints; ++i) sigmas.push_back(kLargest * i / kPoints);
+  for (int i = 1; i <= kDecades * kPerDecade; ++i) {
+    sigmas.push_back(kLargest / kPoints * std::pow(10, -static_cast<double>(i) / kPerDecade));
+  }
+  return sigmas;
+}
+
 struct Checked {
   std::vector<CoefficientRow> rows;
   PastEnd past_end = PastEnd::repeat_last;
@@ -88,13 +103,23 @@ void require_matrices(const at::Tensor& x, const char* name) {
                             "; it takes float64, float32, bfloat16 or float16. Convert it first."));
 }
 
+void require_not_traced() {
+  using Mode = c10::impl::TorchDispatchModeKey;
+  const auto on = [](Mode mode) { return c10::impl::TorchDispatchModeTLS::get_mode(mode); };
+  if (!at::tracer::impl::is_dispatch_enabled() && !on(Mode::PROXY) && !on(Mode::FAKE)) return;
+  throw ConfigError(
+      "Newton-Schulz cannot be traced (torch.jit.trace, make_fx, torch.export, FakeTensorMode): "
+      "its "
+      "kernels are none of torch's operations. Call it outside of what is traced; torch.compile "
+      "without fullgraph=True does so by itself.");
+}
+
 void require_tame(const CoefficientSet& set, int steps) {
   static thread_local Checked last;
   if (last.steps == steps && last.rows == set.rows && last.past_end == set.past_end) return;
-  constexpr double kLargest = 1.005, kPoints = 1000;
   const int all = std::max(steps, static_cast<int>(set.rows.size()));
-  for (int i = 1; i <= kPoints; ++i) {
-    const double sigma = kLargest * i / kPoints, image = mapped(sigma, set, all);
+  for (const double sigma : watched_sigmas()) {
+    const double image = mapped(sigma, set, all);
     if (image >= 0 && image <= 1.5) continue;
     throw ConfigError(message("The coefficient set '", set.name, "' maps a singular value of ",
                               sigma, " to ", image, " in ", all,

@@ -15,6 +15,11 @@ constexpr int kMostSteps = 1000;
 // a FakeTensor), and none whose storage has been freed. `name` is what the error calls it.
 void require_matrices(const at::Tensor& x, const char* name = "a tensor");
 
+// Throws ConfigError while torch traces what runs (torch.jit.trace, make_fx, torch.export): it
+// records torch's operations, which kernels of our own are not, and would play back their buffers
+// as they were allocated.
+void require_not_traced();
+
 // Throws ConfigError where `steps` rows of the set, or all that it names if those are more, map
 // singular values in (0, 1.005] to negative ones or to ones above 1.5, or pass 1,000 on the way.
 // The set that passed last is not looked at again.

@@ -31,9 +31,14 @@ inline double gram_flops(double s, double l, double steps, double chains, Produc
 // Below, there is little time to win from the Gram form, and more error to lose.
 inline bool is_small(double s) { return s < 128; }
 
+// Whether our float32 kernels restart a Gram chain once unless told otherwise. From aspect 2.5 on
+// random matrices err about as in torch's direct iteration without it; nearer the square they have
+// small singular values, and err up to seven times as much (bench.py --only ns_accuracy).
+inline bool restarts_once(double s, double l) { return is_small(s) || l < 2.5 * s; }
+
 // By how much direct's operations must exceed gram's for gram to run, in our kernels: its products
-// are smaller, and in time per operation it takes a tenth more.
-inline double gram_handicap(double s) { return is_small(s) ? 1.5 : 1.1; }
+// are smaller, which costs a tenth in time per operation, and it is the less exact.
+inline double gram_handicap(double s) { return is_small(s) ? 1.5 : 1.25; }
 
 // Steps after which the Gram matrix is rebuilt unasked: rounding grows with every step of a chain.
 constexpr int kLongestChain = 5;

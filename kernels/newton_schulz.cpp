@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
@@ -56,8 +57,11 @@ void NewtonSchulz::validate() const {
 
 at::Tensor newton_schulz(const at::Tensor& x, const NewtonSchulz& options) {
   options.validate();
+  require_not_traced();
   require_matrices(x);
   const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
   const at::Tensor in = x.resolve_neg();
   const at::Tensor there = in.numel() != 0 ? newton_schulz_on_device(in, options) : at::Tensor();
   if (there.defined()) return there;

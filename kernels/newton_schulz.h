@@ -45,9 +45,10 @@ struct NewtonSchulz {
   // over X and makes the result more accurate. One more comes by itself after five steps without:
   // rounding grows with every step of a chain, and a long one diverges. nullopt leaves them to the
   // kernel, which makes one before the third step, but none in float32 on the CPU where the short
-  // dim is 128 or more: relative error 1e-5 on random matrices, up to 3e-3 on ill-conditioned ones;
-  // with that restart up to 3e-4, with {1, 3} at most twice that of torch's direct iteration. For
-  // five steps of Polar Express; docs/newton_schulz.md has the table.
+  // dim is 128 or more and the long one 2.5 times that: relative error 1e-5 on random matrices, up
+  // to 3e-3 on ill-conditioned ones; with that restart up to 3e-4, with {1, 3} up to 2e-4, at most
+  // 2.5 times that of torch's direct iteration. For five steps of Polar Express;
+  // docs/newton_schulz.md has the table.
   std::optional<std::vector<int>> restarts;
   NsDtype dtype = NsDtype::automatic;
 

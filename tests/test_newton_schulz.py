@@ -1,10 +1,17 @@
 """The Python functions of Newton-Schulz, against the float64 iteration of the oracle."""
 
+import itertools
+import subprocess
+import sys
+
 import dmuon
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import oracle
 from tests.support.oracle import relative_error
@@ -131,10 +138,55 @@ def test_a_backend_object_is_a_value():
         dmuon.NewtonSchulz(backend="svd")
 
 
-@pytest.mark.parametrize("restarts", [5, (1.5,), "2", (0,), (2**40,), (True,)])
+@pytest.mark.parametrize(
+    "restarts",
+    [
+        5,
+        (1.5,),
+        "2",
+        b"2",
+        (0,),
+        (2**40,),
+        (True,),
+        torch.tensor(2),
+        np.array(2),
+        itertools.repeat(2.5),
+    ],
+)
 def test_refuses_restarts_that_are_no_steps(restarts):
     with pytest.raises(ValueError, match="restart_iterations"):
         dmuon.NewtonSchulz(restart_iterations=restarts)
+
+
+@pytest.mark.parametrize(
+    "coefficients",
+    [[[10**400, 0, 0]], [itertools.repeat(1)], itertools.repeat((1, 0, 0)), 3, "abc"],
+)
+def test_refuses_coefficients_that_are_no_rows(coefficients):
+    with pytest.raises(ValueError, match=r"rows of three numbers|1001 rows"):
+        dmuon.NewtonSchulz(coefficients=coefficients)
+
+
+def test_coefficients_that_flip_only_tiny_singular_values_are_refused():
+    rows = [(-1e-6, 1.5, -0.6)] + [(1.5, -0.5, 0)] * 70
+    with pytest.raises(ValueError, match="maps a singular value"):
+        dmuon.NewtonSchulz(coefficients=rows)
+
+
+@pytest.mark.parametrize(
+    "keyword, value", [("backend", np.array(["gram"])), ("kernel", 3), ("deterministic", [])]
+)
+def test_refuses_what_is_no_option(keyword, value):
+    with pytest.raises(ValueError, match=f"{keyword} is"):
+        dmuon.NewtonSchulz(**{keyword: value})
+
+
+def test_takes_numbers_of_numpy():
+    assert dmuon.NewtonSchulz(restart_iterations=np.array([1, 3])).restart_iterations == (1, 3)
+    g = gaussian(8, 24)
+    assert torch.equal(dmuon.newton_schulz(g, steps=np.int64(5)), dmuon.newton_schulz(g))
+    with pytest.raises(ValueError, match="dtype is"):
+        dmuon.newton_schulz(g, dtype=[])
 
 
 def test_restarts_and_coefficients_are_kept_as_tuples():
@@ -185,11 +237,86 @@ def test_refuses_to_run_inside_vmap():
         torch.vmap(dmuon.newton_schulz)(gaussian(3, 8, 24))
 
 
+def traced_by_jit(x):
+    torch.jit.trace(dmuon.newton_schulz, x)
+
+
+def traced_by_fx(x):
+    make_fx(lambda g: dmuon.newton_schulz(g))(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trace", [traced_by_jit, traced_by_fx])
+def test_a_trace_is_refused(trace):
+    """It would record the buffer, and not what the kernel writes into it."""
+    with pytest.raises(ValueError, match="cannot be traced"):
+        trace(gaussian(8, 24))
+
+
+def test_modes_that_only_watch_see_nothing_and_change_nothing():
+    x = gaussian(8, 24)
+    with FlopCounterMode(display=False) as counted:
+        got = dmuon.newton_schulz(x)
+    assert torch.equal(got, dmuon.newton_schulz(x))
+    assert counted.get_total_flops() == 0
+
+
+def test_bits_do_not_depend_on_threads_whatever_the_caller_flushes():
+    """Threads of a pool would keep the flags that they were started with."""
+    x = gaussian(256, 1024)
+    x[::2] *= 1e-37
+    threads = torch.get_num_threads()
+    try:
+        for flush in (False, True):
+            torch.set_flush_denormal(flush)
+            results = []
+            for count in (1, 2, 2):
+                torch.set_num_threads(count)
+                results.append(dmuon.gram_newton_schulz(x))
+            assert torch.equal(results[0], results[1])
+            assert torch.equal(results[0], results[2])
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
+FORKS = """
+import os, threading, time, torch, dmuon
+torch.set_num_threads(2)
+x = torch.randn(160, 400)
+want = bytes(dmuon.gram_newton_schulz(x).numpy())  # torch.equal would hang in a child's OpenMP
+going = True
+def work():
+    while going:
+        dmuon.gram_newton_schulz(x)
+thread = threading.Thread(target=work)
+thread.start()
+for _ in range(60):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if bytes(dmuon.gram_newton_schulz(x).numpy()) == want else 1)
+    end = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            os._exit(3)  # it hangs, and the thread would keep this process too
+        time.sleep(0.001)
+    assert done[1] == 0, done
+going = False
+thread.join()
+"""
+
+
+def test_a_child_of_a_process_that_is_in_it_runs_it_too():
+    """No lock of the parent's other threads is in the child's way."""
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=300)
+
+
 def test_runs_under_a_mode_of_fake_tensors_as_an_error():
     x = gaussian(8, 24)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(ValueError, match="Newton-Schulz got"),
+        pytest.raises(ValueError, match="cannot be traced"),
     ):
         dmuon.newton_schulz(x)
 

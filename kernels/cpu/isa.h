@@ -8,6 +8,7 @@ namespace dmuon::cpu {
 
 // Each level has what the ones before it have. portable: whatever the compiler's baseline is.
 enum class Isa { portable, avx2, avx512, avx512_bf16 };
+inline constexpr int kIsas = 4;
 
 const char* isa_name(Isa isa);
 

@@ -12,8 +12,9 @@ namespace {
 
 // Without a restart the rounding of the first steps grows by the polynomial's slope at zero: 1e-3
 // of the result where singular values spread, up to 1e-2 in small matrices.
-std::vector<int> open_restarts(int64_t order, bool bfloat16) {
-  return bfloat16 || is_small(order) ? std::vector{2} : std::vector<int>{};
+std::vector<int> open_restarts(int64_t order, int64_t length, bool bfloat16) {
+  const bool once = bfloat16 || restarts_once(order, length);
+  return once ? std::vector{2} : std::vector<int>{};
 }
 
 }  // namespace
@@ -32,7 +33,8 @@ Recipe recipe_for(int64_t rows, int64_t cols, const NewtonSchulz& options) {
   recipe.bfloat16 =
       options.dtype == NsDtype::bfloat16 && tile_kernels(recipe.isa).multiply_pairs[0] != nullptr;
   const int64_t order = std::min(rows, cols);
-  recipe.bounds = chain_bounds(options, open_restarts(order, recipe.bfloat16));
+  const int64_t length = std::max(rows, cols);
+  recipe.bounds = chain_bounds(options, open_restarts(order, length, recipe.bfloat16));
   if (options.algorithm == NsAlgorithm::direct) return recipe;
   Recipe gram = recipe;
   gram.form = NsAlgorithm::gram;

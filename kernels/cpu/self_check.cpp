@@ -6,10 +6,9 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <optional>
-#include <tuple>
+#include <array>
+#include <atomic>
+#include <iterator>
 #include <utility>
 
 #include "kernels/cpu/orthogonalise.h"
@@ -29,15 +28,25 @@ int size_class(int64_t rows, int64_t cols) {
   return shorter <= kWidest ? 0 : shorter <= 256 ? 1 : 2;
 }
 
-using Class = std::tuple<Isa, NsAlgorithm, bool, bool, int>;
+using Class = size_t;
+constexpr size_t kSizeClasses = std::size(kProbes);
+constexpr size_t kClasses = kIsas * 8 * kSizeClasses;
 
 Class class_of(const Recipe& recipe, int64_t rows, int64_t cols) {
-  return {recipe.isa, recipe.form, recipe.bfloat16, rows > cols, size_class(rows, cols)};
+  Class key = static_cast<size_t>(recipe.isa);
+  for (const bool bit : {recipe.form == NsAlgorithm::gram, recipe.bfloat16, rows > cols}) {
+    key = 2 * key + bit;
+  }
+  return kSizeClasses * key + size_class(rows, cols);
 }
 
-// Held for a look, never for a check: a process that forks meanwhile leaves its child a free one.
-std::mutex mutex;
-std::map<Class, bool> verdicts;
+enum class Verdict : uint8_t { none, good, bad };
+
+// No lock, which a process that forks could leave held in its child.
+std::atomic<Verdict>& verdict(const Class& key) {
+  static std::array<std::atomic<Verdict>, kClasses> verdicts{};
+  return verdicts.at(key);
+}
 
 // Not torch's generator: its state is the user's.
 at::Tensor fixed_matrix(int64_t rows, int64_t cols) {
@@ -81,18 +90,6 @@ void warn(const Recipe& recipe, const Sizes& probe, double error) {
              "DMUON_ISA chooses other instructions.");
 }
 
-std::optional<bool> verdict(const Class& key) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = verdicts.find(key);
-  return known == verdicts.end() ? std::nullopt : std::optional(known->second);
-}
-
-// Whether it is the first one of its class.
-bool note(const Class& key, bool trusted) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return verdicts.emplace(key, trusted).second;
-}
-
 }  // namespace
 
 double error_of(const TileKernels& kernels, const Recipe& recipe, int64_t rows, int64_t cols) {
@@ -111,22 +108,23 @@ double error_of(const TileKernels& kernels, const Recipe& recipe, int64_t rows, 
 }
 
 bool trusted(const Recipe& recipe, int64_t rows, int64_t cols) {
-  const Class key = class_of(recipe, rows, cols);
-  if (const auto known = verdict(key)) return *known;
+  std::atomic<Verdict>& known = verdict(class_of(recipe, rows, cols));
+  if (known.load() != Verdict::none) return known.load() == Verdict::good;
   const Sizes probe = probe_for(rows, cols);
   const double error = measured_error(recipe, probe);
   const bool good = error < allowed_error(recipe);
-  if (note(key, good) && !good) warn(recipe, probe, error);
+  Verdict none = Verdict::none;
+  const bool first = known.compare_exchange_strong(none, good ? Verdict::good : Verdict::bad);
+  if (first && !good) warn(recipe, probe, error);
   return good;
 }
 
 void set_verdict(const Recipe& recipe, int64_t rows, int64_t cols, bool trusted) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  verdicts[class_of(recipe, rows, cols)] = trusted;
+  verdict(class_of(recipe, rows, cols)) = trusted ? Verdict::good : Verdict::bad;
 }
 
 bool not_distrusted(const Recipe& recipe, int64_t rows, int64_t cols) {
-  return verdict(class_of(recipe, rows, cols)).value_or(true);
+  return verdict(class_of(recipe, rows, cols)).load() != Verdict::bad;
 }
 
 }  // namespace dmuon::cpu

@@ -1,12 +1,16 @@
 #include "kernels/cpu/threads.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <exception>
+#include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -79,13 +83,17 @@ constexpr int kMostThreads = 0xff;
 
 class Pool {
  public:
-  // Lives until the process ends: its threads sleep in it. A child process gets a new one.
+  // Lives until the process ends: its threads sleep in it. A child process gets a new one; no lock,
+  // which a fork could leave held there.
   static Pool& of_this_process() {
-    static std::mutex mutex;
-    static Pool* pool = nullptr;
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (pool == nullptr || pool->pid_ != ::getpid()) pool = new Pool;
-    return *pool;
+    static std::atomic<Pool*> pool{nullptr};
+    Pool* known = pool.load(std::memory_order_acquire);
+    if (known != nullptr && known->pid_ == ::getpid()) return *known;
+    auto fresh = std::make_unique<Pool>();
+    if (pool.compare_exchange_strong(known, fresh.get(), std::memory_order_acq_rel)) {
+      return *fresh.release();
+    }
+    return *known;
   }
 
   // False where another caller is in it.
@@ -95,6 +103,7 @@ class Pool {
     grow(threads - 1);
     call_ = call;
     task_ = task;
+    std::fegetenv(&float_modes_);
     left_.store(count, std::memory_order_relaxed);
     const uint64_t epoch = Ticket(ticket_.load(std::memory_order_relaxed)).epoch() + 1;
     ticket_.store(Ticket(epoch, threads, count).word, std::memory_order_release);
@@ -109,9 +118,15 @@ class Pool {
   }
 
  private:
+  // Where the system gives no more, those there are do the work: each claims what is left.
   void grow(int workers) {
-    for (; workers_ < workers; ++workers_) {
-      std::thread([this, index = workers_ + 1] { serve(index); }).detach();
+    try {
+      for (; workers_ < workers; ++workers_) {
+        std::thread([this, index = workers_ + 1] { serve(index); }).detach();
+      }
+    } catch (const std::system_error& error) {
+      TORCH_WARN_ONCE("dmuon: Newton-Schulz runs on ", workers_ + 1, " threads instead of ",
+                      workers + 1, ": the system starts no more (", error.what(), ").");
     }
   }
 
@@ -136,8 +151,10 @@ class Pool {
     return ticket.word;
   }
 
+  // As the caller rounds and flushes: bits do not depend on who claims a task.
   void run_task(int64_t index, int thread) noexcept {
     inside_task = true;
+    if (thread != 0) std::fesetenv(&float_modes_);
     try {
       call_(task_, index, thread);
     } catch (...) {
@@ -151,6 +168,7 @@ class Pool {
   int workers_ = 0;
   Call call_ = nullptr;
   const void* task_ = nullptr;
+  std::fenv_t float_modes_{};
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int64_t> left_{0};
   FirstFailure failure_;

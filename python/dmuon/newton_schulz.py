@@ -1,7 +1,9 @@
 """Newton-Schulz: moves every singular value of a matrix close to 1, without an SVD."""
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -43,9 +45,9 @@ class NewtonSchulz:
             the last one past the end.
         restart_iterations: steps before which the Gram form is rebuilt from the matrix; ``(2,)`` is
             before the third step. ``None`` leaves them to the kernel, which makes none in float32 on
-            the CPU where the short dim is 128 or more: relative error 1e-5 on random matrices, up to 3e-3 on
-            ill-conditioned ones; with ``(2,)`` up to 3e-4, with ``(1, 3)`` at most twice that of torch's
-            direct iteration (``docs/newton_schulz.md``).
+            the CPU where the short dim is 128 or more and the long one 2.5 times that: relative error 1e-5 on
+            random matrices, up to 3e-3 on ill-conditioned ones; with ``(2,)`` up to 3e-4, with ``(1, 3)`` up
+            to 2e-4, at most 2.5 times that of torch's direct iteration (``docs/newton_schulz.md``).
         deterministic: accepted for symmetry with other backends; the CPU kernels always are, for any
             number of threads.
 
@@ -61,10 +63,12 @@ class NewtonSchulz:
     deterministic: bool = False
 
     def __post_init__(self):
-        if self.backend not in ("gram", "direct"):
+        if not isinstance(self.backend, str) or self.backend not in ("gram", "direct"):
             raise ValueError(f"backend is {self.backend!r}; it must be 'gram' or 'direct'.")
-        if self.kernel != "auto":
+        if not isinstance(self.kernel, str) or self.kernel != "auto":
             raise ValueError(f"kernel is {self.kernel!r}; this build has only 'auto'.")
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic is {self.deterministic!r}; it must be True or False.")
         object.__setattr__(self, "coefficients", _rows_of(self.coefficients))
         object.__setattr__(self, "restart_iterations", _restarts_of(self.restart_iterations))
         self.options(max((*(self.restart_iterations or ()), 4)) + 1)
@@ -82,9 +86,13 @@ class NewtonSchulz:
 
 
 def _whole_number(name: str, value, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    try:
+        whole = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = None
+    if whole is None or not least <= whole <= most:
         raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {most}.")
-    return value
+    return whole
 
 
 def _ns_dtype(dtype: torch.dtype | None) -> "_C.NsDtype":
@@ -93,7 +101,7 @@ def _ns_dtype(dtype: torch.dtype | None) -> "_C.NsDtype":
         torch.float32: _C.NsDtype.float32,
         torch.bfloat16: _C.NsDtype.bfloat16,
     }
-    if dtype not in known:
+    if not isinstance(dtype, torch.dtype | None) or dtype not in known:
         raise ValueError(f"dtype is {dtype}; it must be torch.float32, torch.bfloat16 or None.")
     return known[dtype]
 
@@ -102,8 +110,9 @@ def _rows_of(coefficients: Coefficients | None) -> Rows | None:
     if coefficients is None:
         return None
     try:
-        rows = tuple(tuple(float(c) for c in row) for row in coefficients)
-    except (TypeError, ValueError):
+        most = islice(coefficients, _C.MOST_NS_STEPS + 1)  # the kernel counts them
+        rows = tuple(tuple(float(c) for c in islice(row, 4)) for row in most)
+    except (TypeError, ValueError, OverflowError):
         rows = ()
     if not rows or any(len(row) != 3 for row in rows):
         raise ValueError(f"coefficients are {coefficients!r}; they must be rows of three numbers.")
@@ -113,13 +122,17 @@ def _rows_of(coefficients: Coefficients | None) -> Rows | None:
 def _restarts_of(restarts: Iterable[int] | None) -> tuple[int, ...] | None:
     if restarts is None:
         return None
-    if isinstance(restarts, str) or not isinstance(restarts, Iterable):
+    try:
+        steps = None if isinstance(restarts, str | bytes) else iter(restarts)
+    except TypeError:
+        steps = None
+    if steps is None:
         raise ValueError(
             f"restart_iterations is {restarts!r}; it must be a sequence of steps, such as (2,), or None."
         )
     return tuple(
         _whole_number("a step in restart_iterations", step, 1, _C.MOST_NS_STEPS - 1)
-        for step in restarts
+        for step in islice(steps, _C.MOST_NS_STEPS)
     )
 
 
@@ -194,7 +207,7 @@ def gram_newton_schulz(
 
 def _run(backend, G, steps, coefficients, restarts, dtype) -> torch.Tensor:
     if not isinstance(G, torch.Tensor) or not G.is_floating_point() or G.ndim not in (2, 3):
-        given = f"{G.dtype} {tuple(G.shape)}" if isinstance(G, torch.Tensor) else type(G).__name__
+        given = f"{G.dtype} of {G.ndim} dims" if isinstance(G, torch.Tensor) else type(G).__name__
         raise ValueError(f"G is {given}; it must be a floating-point tensor [m, n] or [b, m, n].")
     chosen = NewtonSchulz(backend, coefficients=coefficients, restart_iterations=restarts)
     return _C.newton_schulz(G.detach(), chosen.options(steps, dtype))

@@ -69,6 +69,22 @@ std::vector<Matrix> random_list(std::mt19937_64& random, int size, int64_t tp, b
   return list;
 }
 
+std::vector<double>& cheapest_cell(std::vector<std::vector<double>>& cells) {
+  return *std::min_element(cells.begin(), cells.end(),
+                           [](const auto& a, const auto& b) { return largest(a) < largest(b); });
+}
+
+// Of equal ones the first of each cell come first, then the second, as slots are numbered.
+double& cheapest_rank(std::vector<std::vector<double>>& cells) {
+  double* cheapest = &cells[0][0];
+  for (size_t rank = 0; rank < cells[0].size(); ++rank) {
+    for (std::vector<double>& cell : cells) {
+      if (cell[rank] < *cheapest) cheapest = &cell[rank];
+    }
+  }
+  return *cheapest;
+}
+
 // LPT where a matrix of the adamw route costs every rank of its cell a share.
 double mixed_lpt_makespan(const OwnershipPlan& plan) {
   const int64_t tp = plan.mesh.tp;
@@ -80,15 +96,10 @@ double mixed_lpt_makespan(const OwnershipPlan& plan) {
   std::sort(items.rbegin(), items.rend());
   std::vector<std::vector<double>> cells(plan.mesh.cells(), std::vector<double>(tp));
   for (const auto& [cost, shared] : items) {
-    auto less = [shared](const std::vector<double>& a, const std::vector<double>& b) {
-      return shared ? largest(a) < largest(b)
-                    : *std::min_element(a.begin(), a.end()) < *std::min_element(b.begin(), b.end());
-    };
-    std::vector<double>& cell = *std::min_element(cells.begin(), cells.end(), less);
     if (shared) {
-      for (double& load : cell) load += cost;
+      for (double& load : cheapest_cell(cells)) load += cost;
     } else {
-      *std::min_element(cell.begin(), cell.end()) += cost;
+      cheapest_rank(cells) += cost;
     }
   }
   double makespan = 0;
