@@ -62,23 +62,31 @@ class Reader {
       const auto* table = node.as_table();
       if (!table)
         fail(node, message("'", section.name, "' is no section; write [", section.name, "]."));
-      result.push_back({section.name, {read_section(section, *table)}});
+      check(*table, section.keys, section.name, message("key of [", section.name, "]"));
+      result.push_back({section.name, value_of(node)});
     }
     return result;
   }
 
  private:
-  ConfigValue::Table read_section(const Section& section, const toml::table& table) const {
-    ConfigValue::Table result;
+  void check(const toml::table& table, const std::vector<Key>& keys, const std::string& path,
+             const std::string& what) const {
     for (const auto& [name, node] : table) {
-      const Key& key = known(name, section.keys, message("key of [", section.name, "]"));
+      const Key& key = known(name, keys, what);
+      const std::string inside = message(path, ".", key.name);
       if (!fits(node, key)) {
-        fail(node, message(section.name, ".", key.name, " is ", written(node), "; ",
-                           nearest_option(node, key), "it must be ", wanted(key), "."));
+        fail(node, message(inside, " is ", written(node), "; ", nearest_option(node, key),
+                           "it must be ", wanted(key), "."));
       }
-      result.push_back({key.name, value_of(node)});
+      if (!key.inner.empty()) check_inner(node, key, inside);
     }
-    return result;
+  }
+
+  void check_inner(const toml::node& node, const Key& key, const std::string& path) const {
+    if (const auto* table = node.as_table()) check(*table, key.inner, path, "key of " + path);
+    if (const auto* list = node.as_array()) {
+      for (const auto& item : *list) check_inner(item, key, path);
+    }
   }
 
   template <class Items>
@@ -124,6 +132,8 @@ class Reader {
         return node.is_string();
       case Kind::strings:
         return all_are(node, &toml::node::is_string);
+      case Kind::names:
+        return node.is_string() || all_are(node, &toml::node::is_string);
       case Kind::betas:
         return all_are(node, &toml::node::is_number) && node.as_array()->size() == 2;
       case Kind::reuse:
@@ -150,11 +160,12 @@ class Reader {
     const bool bounded = key.range.least > -std::numeric_limits<double>::infinity();
     if (bounded && !lies_in(node, key.range)) return false;
     const auto text = node.value_exact<std::string>();
-    return !text || key.options.empty() ||
-           std::find(key.options.begin(), key.options.end(), *text) != key.options.end();
+    if (!text) return true;
+    if (key.options.empty()) return !text->empty() && text->find('\0') == std::string::npos;
+    return std::find(key.options.begin(), key.options.end(), *text) != key.options.end();
   }
 
-  ConfigValue value_of(const toml::node& node) const {
+  static ConfigValue value_of(const toml::node& node) {
     if (const auto* table = node.as_table()) {
       ConfigValue::Table entries;
       for (const auto& [key, item] : *table) {
@@ -170,8 +181,7 @@ class Reader {
     if (const auto flag = node.value_exact<bool>()) return {*flag};
     if (const auto whole = node.value_exact<int64_t>()) return {*whole};
     if (const auto number = node.value_exact<double>()) return {*number};
-    if (const auto text = node.value_exact<std::string>()) return {*text};
-    fail(node, message(written(node), " is a date or a time, which no key takes."));
+    return {*node.value_exact<std::string>()};
   }
 
   static std::string written(const toml::node& node) {
@@ -199,6 +209,33 @@ class Reader {
   const std::string file_;
   const bool lines_;
 };
+
+const Key& key_of(const std::string& section, const std::string& key) {
+  for (const Section& known : sections()) {
+    for (const Key& entry : known.keys) {
+      if (known.name == section && entry.name == key) return entry;
+    }
+  }
+  throw ConfigError(message("there is no ", section, ".", key, " in a dmuon.toml."));
+}
+
+bool is_bare_text(Kind kind, const std::string& value) {
+  if (kind == Kind::reuse) return value != "true" && value != "false";
+  return kind == Kind::string;
+}
+
+// Lists may be written without their brackets, and words in them without quotes.
+std::string bracketed(Kind kind, const std::string& value) {
+  if (value.starts_with('[')) return value;
+  if (kind == Kind::betas) return "[" + value + "]";
+  if (kind != Kind::strings) return value;
+  std::string text;
+  std::istringstream words(value);
+  for (std::string word; std::getline(words, word, ',');) {
+    text += message(text.empty() ? "" : ", ", "'", word, "'");
+  }
+  return "[" + text + "]";
+}
 
 }  // namespace
 
@@ -231,19 +268,27 @@ ConfigValue::Table parse_config(const std::string& text, const std::string& name
 
 ConfigValue::Table parse_config_value(const std::string& section, const std::string& key,
                                       const std::string& value, const std::string& name) {
-  try {
-    const std::string text = message("[", section, "]\n", key, " = ", value);
-    return Reader(name, /*lines=*/false).read(toml::parse(text, name));
-  } catch (const toml::parse_error& error) {
-    throw ConfigError(message(name, " is '", value, "': ", error.description(), "."));
+  const Key& known = key_of(section, key);
+  toml::table root{{section, toml::table{}}};
+  toml::table& entries = *root[section].as_table();
+  if (is_bare_text(known.kind, value)) {
+    entries.insert(key, value);
+    return Reader(name, /*lines=*/false).read(root);
   }
+  try {
+    toml::table parsed = toml::parse(key + " = " + bracketed(known.kind, value), name);
+    if (parsed.size() == 1) entries.insert(key, std::move(*parsed.get(key)));
+  } catch (const toml::parse_error&) {  // what is wanted says more
+  }
+  if (!entries.empty()) return Reader(name, /*lines=*/false).read(root);
+  throw ConfigError(message(name, " is '", value, "'; it must be ", wanted(known), "."));
 }
 
 std::vector<ConfigKey> config_keys() {
   std::vector<ConfigKey> keys;
   for (const Section& section : sections()) {
     for (const Key& key : section.keys) {
-      keys.push_back({section.name, key.name, key.kind == Kind::string});
+      keys.push_back({section.name, key.name});
     }
   }
   return keys;

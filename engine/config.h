@@ -29,14 +29,14 @@ struct ConfigEntry {
 ConfigValue::Table load_config(const std::filesystem::path& path);
 // The same of a text; `name` stands for the file in errors.
 ConfigValue::Table parse_config(const std::string& text, const std::string& name);
-// The same of one value, as TOML writes it: what `name`, a variable of the environment, says.
+// The same of one value, as TOML writes it, strings without quotes and lists without brackets: what
+// `name`, a variable of the environment, says.
 ConfigValue::Table parse_config_value(const std::string& section, const std::string& key,
                                       const std::string& value, const std::string& name);
 
-// Every section and key, and whether it takes one string.
+// Every section and key.
 struct ConfigKey {
   std::string section, key;
-  bool takes_text = false;
 };
 std::vector<ConfigKey> config_keys();
 

@@ -25,6 +25,8 @@ const char* to_string(Kind kind) {
       return "a string";
     case Kind::strings:
       return "a list of strings";
+    case Kind::names:
+      return "a string or a list of strings";
     case Kind::betas:
       return "a list of two numbers";
     case Kind::reuse:
@@ -43,6 +45,20 @@ std::string one_of(const std::vector<std::string>& options) {
     text += message(&option == options.data() ? "'" : ", '", option, "'");
   }
   return text;
+}
+
+const std::vector<Key>& policy_keys() {
+  static const std::vector<std::string> dtypes{"float32", "bfloat16", "float16", "float64"};
+  static const std::vector<Key> keys{
+      {"route", Kind::string, {}, {"muon", "adamw", "sharded_adamw"}},
+      {"view", Kind::string, {}, {"flatten", "batch"}},
+      {"param_dtype", Kind::string, {}, dtypes},
+      {"grad_dtype", Kind::string, {}, dtypes},
+      {"output_dtype", Kind::string, {}, dtypes},
+      {"cast_forward_inputs", Kind::boolean},
+      {"master_dtype", Kind::string, {}, dtypes},
+      {"optim_dtype", Kind::string, {}, dtypes}};
+  return keys;
 }
 
 }  // namespace
@@ -67,7 +83,13 @@ const std::vector<Section>& sections() {
         {"independent_dims", Kind::strings},
         {"strict_init", Kind::boolean},
         {"allow_empty", Kind::boolean}}},
-      {"policy", {{"defaults", Kind::table}, {"overrides", Kind::tables}}},
+      {"policy",
+       {{"defaults", Kind::table, {}, {}, policy_keys()},
+        {"overrides",
+         Kind::tables,
+         {},
+         {},
+         {{"name", Kind::names}, {"set", Kind::table, {}, {}, policy_keys()}}}}},
       {"muon",
        {{"lr", Kind::number, kNotNegative},
         {"momentum", Kind::number, kFraction},
@@ -98,7 +120,9 @@ std::string wanted(const Key& key) {
   if (!key.options.empty()) {
     return message(key.kind == Kind::reuse ? "true, false or " : "", one_of(key.options));
   }
-  if (std::isinf(least)) return to_string(key.kind);
+  if (std::isinf(least)) {
+    return message(to_string(key.kind), key.kind == Kind::string ? " that is not empty" : "");
+  }
   const bool whole = key.kind == Kind::integer;
   if (std::isinf(below)) {
     return message(to_string(key.kind), " of at least ", least, whole ? "" : ", and finite");

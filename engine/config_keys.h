@@ -6,8 +6,8 @@
 
 namespace dmuon::config {
 
-// `table`: anything, checked by whoever reads it.
-enum class Kind { boolean, integer, number, string, strings, betas, reuse, table, tables };
+// `names`: a string or a list of them. `tables`: a list of tables.
+enum class Kind { boolean, integer, number, string, strings, names, betas, reuse, table, tables };
 
 // least <= value < below, of a number or of each in a list. NaN lies in none.
 struct Range {
@@ -19,7 +19,8 @@ struct Key {
   const char* name;
   Kind kind;
   Range range = {};
-  std::vector<std::string> options = {};  // of a string; none: any
+  std::vector<std::string> options = {};  // of a string; none: any but the empty one
+  std::vector<Key> inner = {};            // of a table or of each in a list
 };
 
 struct Section {

@@ -131,6 +131,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool has_local_gradients() const;  // accumulated under no_sync, never reduced
   const std::vector<int32_t>& order() const { return config_.order; }
   int64_t take_sequence_hash();  // of the collectives since the last call
+  // By what norms gradients were clipped, and to what: ranks compare it with the next step's word.
+  void note_clipping(int64_t settings) { note(clipping_, settings); }
+  int64_t take_clipping_hash() { return std::exchange(clipping_, 0); }
 
   // Tensor parallelism. All are for the optimizer.
   Transport* tp() { return channels_.tp_scatter.get(); }
@@ -243,7 +246,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::shared_ptr<HookedNodes>> nodes_;  // per boundary
   int64_t forwards_ = 0, passes_ = 0;
   int last_entered_ = -1, prefetched_ = -1;  // units of the forward in progress
-  int64_t fetch_sequence_ = 0, reduce_sequence_ = 0;
+  int64_t fetch_sequence_ = 0, reduce_sequence_ = 0, clipping_ = 0;
   int64_t bytes_at_step_ = 0;
 };
 

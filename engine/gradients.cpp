@@ -5,6 +5,8 @@
 
 #include <cmath>
 
+#include "engine/agreement.h"
+#include "engine/digest.h"
 #include "engine/error.h"
 #include "kernels/sum_pieces.h"
 
@@ -53,29 +55,49 @@ at::Tensor whole_gradient(Engine& engine, int matrix) {
   return slot.gathers ? slot.gathered : slot.gradient();
 }
 
-double gradient_norm(Engine& engine, const GradientSet& set, double p) {
-  if (!(p >= 0)) {
-    throw ConfigError(
-        message("norm_type is ", p, "; it must be at least 0, inf for the largest magnitude."));
-  }
+namespace {
+
+std::string fault_of_norm(double p) {
+  if (p >= 0) return "";
+  return message("norm_type is ", p, "; it must be at least 0, inf for the largest magnitude.");
+}
+
+std::string fault_of_clipping(double max_norm, double p) {
+  if (max_norm >= 0) return fault_of_norm(p);
+  return message("max_norm is ", max_norm, "; it must be at least 0, inf to measure alone.");
+}
+
+int64_t clipping_hash(double max_norm, double p) {
+  Hasher hasher;
+  for (const double value : {max_norm, p}) hasher.add(value);
+  return static_cast<int64_t>(hasher.digest().words[0]);
+}
+
+// `fault`: why this rank cannot. It takes part all the same, so that none waits for it.
+double norm_or_raise(Engine& engine, const GradientSet& set, double p, const std::string& fault) {
   engine.wait_reductions();
-  at::Tensor total = at::zeros({2}, at::kDouble);
+  at::Tensor total = at::zeros({3}, at::kDouble);
   auto* data = total.data_ptr<double>();
-  data[0] = local_power_sum(engine, set, p);
+  data[2] = fault.empty() ? 0 : 1;
+  if (fault.empty()) data[0] = local_power_sum(engine, set, p);
   if (std::isnan(data[0])) data[0] = 0, data[1] = 1;  // a maximum would lose it
   const auto agreeing = engine.clock().in(Phase::agreement);
   engine.control().all_reduce(total, std::isinf(p) ? ReduceOp::max : ReduceOp::sum, "(norm)");
+  if (data[2] > 0) agree(engine.control(), {.error = fault});
   if (data[1] > 0) return std::nan("");
   return std::isinf(p) || p == 0 ? data[0] : std::pow(data[0], 1 / p);
 }
 
+}  // namespace
+
+double gradient_norm(Engine& engine, const GradientSet& set, double p) {
+  return norm_or_raise(engine, set, p, fault_of_norm(p));
+}
+
 double clip_gradients(Engine& engine, const GradientSet& set, double max_norm, double p,
                       bool error_if_nonfinite) {
-  if (!(max_norm >= 0)) {
-    throw ConfigError(
-        message("max_norm is ", max_norm, "; it must be at least 0, inf to measure alone."));
-  }
-  const double norm = gradient_norm(engine, set, p);
+  engine.note_clipping(clipping_hash(max_norm, p));
+  const double norm = norm_or_raise(engine, set, p, fault_of_clipping(max_norm, p));
   if (error_if_nonfinite && !std::isfinite(norm)) {
     throw RuntimeFailure(
         message("the total norm of order ", p, " of the gradients is ", norm,

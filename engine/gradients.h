@@ -16,13 +16,14 @@ struct GradientSet {
 };
 
 // Collective. The p-norm of all elements (p = inf: the largest magnitude; p = 0: how many are not
-// zero), accumulated in float64, the same on every rank. Throws ConfigError unless p >= 0: before
-// anything is sent, so on every rank that was given this p.
+// zero), accumulated in float64, the same on every rank. Throws ConfigError, the same on every
+// rank, unless p >= 0 on all.
 double gradient_norm(Engine& engine, const GradientSet& set, double p);
 
 // Collective. Multiplies them all by max_norm / (norm + 1e-6) where that is below 1, as torch does;
-// returns the norm before. Throws ConfigError as gradient_norm and unless max_norm >= 0; with
-// `error_if_nonfinite` RuntimeFailure where the norm is not finite: on every rank, nothing changed.
+// returns the norm before. Throws ConfigError, the same on every rank, unless p >= 0 and max_norm
+// >= 0 on all; with `error_if_nonfinite` RuntimeFailure where the norm is not finite. Nothing is
+// changed then. That the ranks give the same numbers is compared with the next step's settings.
 double clip_gradients(Engine& engine, const GradientSet& set, double max_norm, double p,
                       bool error_if_nonfinite);
 

@@ -27,7 +27,7 @@ StepWord Optimizer::word(const std::vector<GroupSettings>& groups,
                          const SymmetricGradients& symmetric) {
   StepWord word{.any_gradient = !symmetric.tensors.empty(),
                 .sequence = engine_->take_sequence_hash(),
-                .settings = settings_hash(groups),
+                .settings = settings_hash(groups) ^ engine_->take_clipping_hash(),
                 .failed = engine_->has_local_gradients(),
                 .gather_again = !engine_->gathers_are_current()};
   for (size_t m = 0; m < state_.size(); ++m) {
@@ -69,7 +69,8 @@ void Optimizer::check(const StepVerdict& verdict, const SymmetricGradients& symm
   if (verdict.settings_differ) {
     throw ConfigError(
         "the ranks have different learning rates or other settings (lr, momentum, weight_decay, "
-        "betas, eps) in param_groups. Set them alike on every rank.");
+        "betas, eps) in param_groups, or clipped by other norms (max_norm, norm_type). Set them "
+        "alike on every rank.");
   }
   if (!verdict.nonfinite || config_.nonfinite != Nonfinite::raise) return;
   const size_t index = static_cast<size_t>(verdict.nonfinite - 1);

@@ -7,7 +7,7 @@ import torch
 from tests.support.ddp import setup_ddp
 from tests.support.meshes import flat
 from tests.support.models import Net, shard
-from tests.support.parity import full_weights, mean_square, regression, setup
+from tests.support.parity import assert_all_raise, full_weights, mean_square, regression, setup
 from tests.support.ranks import run_ranks
 from tests.support.weights import assert_same
 
@@ -109,7 +109,7 @@ def test_what_the_environment_says_is_checked(monkeypatch):
         (
             "DMUON_MUON_LR",
             "0.1\nmomentum = 0.5",
-            ["DMUON_MUON_LR", "more than the value of muon.lr"],
+            ["DMUON_MUON_LR", "it must be printable"],
         ),
         ("DMUON_MUON_LR", "", ["DMUON_MUON_LR"]),
         (
@@ -119,8 +119,10 @@ def test_what_the_environment_says_is_checked(monkeypatch):
         ),
         ("DMUON_MOUN_LR", "1", ["which is unknown", "did you mean 'DMUON_MUON_LR'"]),
         ("DMUON_ADAMW_LR", "-1", ["DMUON_ADAMW_LR: adamw.lr is -1", "at least 0"]),
-        ("DMUON_POLICY_DEFAULTS", '{route = "moun"}', ["[policy] of the environment", "'moun'"]),
-        ("DMUON_CONFIG", "nowhere.toml", ["'nowhere.toml' is no file"]),
+        ("DMUON_POLICY_DEFAULTS", '{route = "moun"}', ["policy.defaults.route is 'moun'"]),
+        ("DMUON_CONFIG", "nowhere.toml", ["DMUON_CONFIG: 'nowhere.toml' is no file"]),
+        ("DMUON_CONFG", "nowhere.toml", ["did you mean 'DMUON_CONFIG'"]),
+        ("DMUON_CHECKPOINT_DIRECTORY", "a\udcff", ["printable UTF-8"]),
     ],
 )
 def test_a_variable_that_says_nothing_good_is_an_error(monkeypatch, name, value, words):
@@ -179,11 +181,32 @@ def test_a_configuration_without_a_selection_says_what_to_write(tmp_path):
         dmuon.from_config(path, torch.nn.Linear(2, 2), None)
 
 
-def test_a_policy_that_dedicate_params_would_refuse_is_named_with_its_file(tmp_path):
+def test_what_a_section_cannot_have_together_is_named_with_its_file(tmp_path):
     path = tmp_path / "dmuon.toml"
-    path.write_text('[policy.defaults]\nroute = "moun"\n')
-    with pytest.raises(ValueError, match=r"\[policy\] of .*dmuon\.toml: .*'moun'"):
+    path.write_text('[[policy.overrides]]\nname = "a"\n')
+    with pytest.raises(ValueError, match=r"\[policy\] of .*dmuon\.toml: .*'name' and 'set'"):
         dmuon.load_config(path)
+    path.write_text('[runtime]\nkind = "ddp"\nreshard_after_forward = true\n')
+    with pytest.raises(
+        ValueError, match=r'reshard_after_forward of .*dmuon\.toml is for kind = "fsdp2"'
+    ):
+        dmuon.load_config(path)
+
+
+def test_what_is_wrong_on_one_rank_is_told_to_all(path, tmp_path):
+    run_ranks(check_one_wrong, 2, path, str(tmp_path / "other.toml"))
+
+
+def check_one_wrong(rank, size, path, other):
+    mesh = flat(size).mesh()
+
+    def from_config(mine, **code):
+        return lambda: dmuon.from_config(mine, Net(), mesh, **code)
+
+    wrong = other if rank else path
+    assert_all_raise(from_config(wrong), "ValueError", "other.toml' is no file")
+    code = {"owner_strateg": "lpt"} if rank else {}
+    assert_all_raise(from_config(path, **code), "ValueError", "did you mean 'owner_strategy'")
 
 
 def test_variables_of_others_are_left_alone(monkeypatch):

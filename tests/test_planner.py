@@ -164,7 +164,7 @@ def test_the_memory_limit_is_kept_or_refused(capsys, config):
             ["nothing is chosen", "q_proj.weight' (3)"],
         ),
         (["{config}", "shard=4", "--picture", "nowhere/p.png"], ["nowhere/p.png", "No such file"]),
-        (["{config}", "shard=4", "--picture", "p.nope"], ["nope", "supported formats"]),
+        (["{config}", "shard=4", "--picture", "p.nope"], ["nope", ".png, .svg or .pdf"]),
         (["", "shard=4"], ["''", "config.json", "module:function"]),
         (["nowhere.bin", "shard=4"], ["nowhere.bin", "config.json", ".safetensors"]),
         (["nowhere.json", "shard=4"], ["nowhere.json", "is not there"]),

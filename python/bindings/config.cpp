@@ -41,8 +41,8 @@ void bind_config(py::module_& m) {
       },
       py::arg("section"), py::arg("key"), py::arg("value"), py::arg("name"));
   m.def("config_keys", [] {
-    std::vector<std::tuple<std::string, std::string, bool>> keys;
-    for (const auto& [section, key, text] : config_keys()) keys.emplace_back(section, key, text);
+    std::vector<std::pair<std::string, std::string>> keys;
+    for (const auto& [section, key] : config_keys()) keys.emplace_back(section, key);
     return keys;
   });
 }

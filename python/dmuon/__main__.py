@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 
 from dmuon import doctor, planning, shapes
 from dmuon.pictures import plan_picture, plan_table
+
+_TOO_MUCH = 9e9  # GB: bytes that 63 bits do not hold
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,7 +89,7 @@ def _plan(given) -> int:
 
 
 def positive_number(text: str) -> float:
-    return _above(0, float, text, "number above 0")
+    return _above(0, float, text, "number above 0 and below 9e9")
 
 
 def count(text: str) -> int:
@@ -98,7 +99,7 @@ def count(text: str) -> int:
 def _above(low, kind: type, text: str, wanted: str):
     with contextlib.suppress(ValueError):
         value = kind(text)
-        if low < value < math.inf:
+        if low < value < _TOO_MUCH:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is given; it must be a {wanted}")
 

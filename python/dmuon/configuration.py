@@ -9,18 +9,21 @@ Code beats the file, the file beats the environment. Of the environment dmuon re
 """
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon import _C
+from dmuon.agreement import together
 from dmuon.ddp import dedicate_params_ddp, dedicate_params_ddp_tp
 from dmuon.dedicate import dedicate_params
 from dmuon.errors import nearest
+from dmuon.groups import world_control_group
 from dmuon.names import matches
 from dmuon.newton_schulz import (
     JORDAN_COEFFICIENTS,
@@ -32,13 +35,15 @@ from dmuon.optimizer import Muon
 from dmuon.policy import PolicyTable
 from dmuon.replicas import replicate, replicate_tp
 from dmuon.saving import load_checkpoint, save_checkpoint
-from dmuon.set_up import Predicate
+from dmuon.set_up import Predicate, Settings
 
 _COEFFICIENTS = {
     "polar_express": POLAR_EXPRESS_COEFFICIENTS,
     "you": YOU_COEFFICIENTS,
     "jordan": JORDAN_COEFFICIENTS,
 }
+_SIBLINGS = {"ddp": dedicate_params_ddp, "ddp_tp": dedicate_params_ddp_tp}
+_OTHERS = ("DMUON_CONFIG", "DMUON_ISA")
 _SELECTION = ("kind", "include", "exclude", "min_ndim")
 
 
@@ -52,47 +57,54 @@ def load_config(path: str | os.PathLike | None = None) -> dict[str, dict]:
         ValueError: naming file, line and key, or the variable: an unknown one (with the nearest known one), a wrong type
             or value, no TOML, no file.
     """
+    said_by = "" if path is not None else "DMUON_CONFIG: "
     path = (os.environ.get("DMUON_CONFIG") or None) if path is None else os.fspath(path)
     if path is not None and not os.path.isfile(path):
-        raise ValueError(f"{path!r} is no file. Give the path of a dmuon.toml.")
+        raise ValueError(f"{said_by}{path!r} is no file. Give the path of a dmuon.toml.")
     given, of_file = _of_environment(), _C.load_config(path) if path is not None else {}
     for section, entries in of_file.items():
         given[section] = {**given.get(section, {}), **entries}
-    _check_policy(path, given.get("policy"))
+    _check_whole(path, given)
     return given
 
 
-def _check_policy(path: str | None, policy: Mapping | None) -> None:
+def _check_whole(path: str | None, config: Mapping) -> None:
+    """What a key alone does not tell."""
+    where = path or "the environment"
     try:
-        PolicyTable(policy, None)
+        PolicyTable(config.get("policy"), None)
     except ValueError as error:
-        raise ValueError(f"[policy] of {path or 'the environment'}: {error}") from None
+        raise ValueError(f"[policy] of {where}: {error}") from None
+    if _kind(config) != "fsdp2" and "reshard_after_forward" in config.get("runtime", {}):
+        raise ValueError(
+            f'runtime.reshard_after_forward of {where} is for kind = "fsdp2"; with "{_kind(config)}" weights '
+            "stay. Leave it out."
+        )
 
 
 def _of_environment() -> dict[str, dict]:
     """Raises ValueError naming the variable: no such key, or a value that is not one of its type."""
-    known = {f"DMUON_{s}_{k}".upper(): (s, k, text) for s, k, text in _C.config_keys()}
+    known = {f"DMUON_{section}_{key}".upper(): (section, key) for section, key in _C.config_keys()}
     found: dict[str, dict] = {}
     for name in sorted(name for name in os.environ if _is_meant(name, known)):
         if name not in known:
-            raise ValueError(f"the environment has {name}, {nearest(name, list(known))}")
-        section, key, takes_text = known[name]
+            raise ValueError(f"the environment has {name}, {nearest(name, [*known, *_OTHERS])}")
+        section, key = known[name]
         value = os.environ[name]
-        written = json.dumps(value, ensure_ascii=False) if takes_text else value
-        entries = _C.parse_config_value(section, key, written, name)[section]
-        if len(entries) != 1:
-            raise ValueError(
-                f"{name} is {value!r}, which is more than the value of {section}.{key}."
-            )
-        found.setdefault(section, {}).update(entries)
+        if not value.isprintable():  # a surrogate is not either
+            raise ValueError(f"{name} is {value!r}; it must be printable UTF-8 text.")
+        found.setdefault(section, {}).update(
+            _C.parse_config_value(section, key, value, name)[section]
+        )
     return found
 
 
 def _is_meant(name: str, known: Mapping[str, tuple]) -> bool:
     """Whether a variable is one of ours or a misspelt one; others may begin with DMUON_ too."""
-    sections = tuple({f"DMUON_{section}_".upper() for section, *_ in known.values()})
-    misspelt = name.startswith("DMUON_") and difflib.get_close_matches(name, known, cutoff=0.9)
-    return name.startswith(sections) or bool(misspelt)
+    sections = tuple({f"DMUON_{section}_".upper() for section, _ in known.values()})
+    words = [*known, *_OTHERS]
+    misspelt = name.startswith("DMUON_") and difflib.get_close_matches(name, words, cutoff=0.9)
+    return name not in _OTHERS and (name.startswith(sections) or bool(misspelt))
 
 
 @dataclass(frozen=True)
@@ -168,19 +180,36 @@ def from_config(
     Raises:
         ValueError: what ``load_config`` and ``dedicate_params`` refuse; no ``runtime.include`` and no predicate.
     """
-    config = load_config(path)
+    read = partial(_read, path, predicate, replicate_mesh, code)
+    # Without a group dedicate_params says so; what is wrong with the file can be said first.
+    grouped = dist.is_initialized()
+    config, predicate = together(world_control_group(), read) if grouped else read()
     keywords = {k: v for k, v in config.get("runtime", {}).items() if k not in _SELECTION}
     if "policy" in config:
         keywords["param_policy"] = config["policy"]
     keywords |= code
-    predicate = predicate or _predicate(config.get("runtime", {}))
     kind = _kind(config)
     if kind == "fsdp2":
         owners = dedicate_params(model, mesh, predicate, replicate_mesh=replicate_mesh, **keywords)
     else:
-        call = dedicate_params_ddp if kind == "ddp" else dedicate_params_ddp_tp
-        owners = call(model, mesh, predicate, **keywords)
+        owners = _SIBLINGS[kind](model, mesh, predicate, **keywords)
     return Configured(model, mesh, owners, config)
+
+
+def _read(path, predicate, replicate_mesh, code: Mapping) -> tuple[dict[str, dict], Predicate]:
+    """What is checked on each rank alone: the file, the environment and the keywords."""
+    config = load_config(path)
+    kind = _kind(config)
+    call = _SIBLINGS.get(kind, dedicate_params)
+    known = tuple(Settings.__dataclass_fields__)
+    if kind == "fsdp2":
+        known += ("reshard_after_forward",)
+    elif replicate_mesh is not None:
+        raise ValueError(f'replicate_mesh is for kind = "fsdp2", and runtime.kind is "{kind}".')
+    for key in code:
+        if key not in known:
+            raise ValueError(f"{call.__name__} has {key!r}, {nearest(key, known)}")
+    return config, predicate or _predicate(config.get("runtime", {}))
 
 
 def _kind(config: Mapping) -> str:

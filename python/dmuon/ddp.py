@@ -90,7 +90,7 @@ def dedicate_params_ddp_tp(
 def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     check_mesh(mesh)
     seams.say_cpu(mesh)
-    given = Settings(**_known(keywords))
+    given = Settings(**_known(front.call, keywords))
     before = fingerprints(model.named_parameters())
     runtime = set_up(model, None, mesh, predicate, given, front)
     if runtime is None:
@@ -107,18 +107,18 @@ def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     return runtime.owners()
 
 
-def _known(keywords: dict) -> dict:
+def _known(call: str, keywords: dict) -> dict:
+    known = tuple(Settings.__dataclass_fields__)
     for key in keywords:
-        if key not in Settings.__dataclass_fields__:
-            raise ValueError(
-                f"dedicate_params_ddp has {key!r}, {nearest(key, tuple(Settings.__dataclass_fields__))}"
-            )
+        if key not in known:
+            raise ValueError(f"{call} has {key!r}, {nearest(key, known)}")
     return keywords
 
 
 class _Plain:
     """What ``set_up`` asks of the runtime."""
 
+    call = "dedicate_params_ddp"
     resident = True
 
     @staticmethod
@@ -224,6 +224,8 @@ def _of_first_rank(axes, values: torch.Tensor) -> torch.Tensor:
 
 
 class _TensorParallel(_Plain):
+    call = "dedicate_params_ddp_tp"
+
     @staticmethod
     def check_axes(axes, chosen) -> None:
         """Every mesh will do."""

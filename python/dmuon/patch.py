@@ -240,7 +240,8 @@ def _wrap_clip_value(original):
             return original(given, clip_value, foreach)
         by_mesh = defaultdict(list)
         for p in given:
-            by_mesh[getattr(p.grad, "device_mesh", None)].append(p)
+            if p.grad is not None:  # torch refuses a list without any
+                by_mesh[getattr(p.grad, "device_mesh", None)].append(p)
         for part in by_mesh.values():
             original(part, clip_value, foreach)
 

@@ -85,6 +85,8 @@ def bars(loads: list[float]) -> str:
 
 def plan_picture(planned, path: str) -> None:
     """Ranks x load, and what each owner holds. Needs matplotlib."""
+    if not path.lower().endswith((".png", ".svg", ".pdf")):
+        raise ValueError(f"--picture is {path!r}; it must end in .png, .svg or .pdf.")
     try:
         figure = new_figure("--picture", (9, 5))
     except ImportError as error:

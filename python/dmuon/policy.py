@@ -33,6 +33,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def _checked(where: str, values: Mapping) -> dict:
     """``values`` as keywords of ``ParamPolicy``; dtypes may be names."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {values!r}; it must be a dictionary of {', '.join(_KEYS)}.")
     checked = {}
     for key, value in values.items():
         if key not in _KEYS:
@@ -43,16 +45,18 @@ def _checked(where: str, values: Mapping) -> dict:
             choice(f"{where}['view']", value, VIEWS)
         elif key.endswith("dtype"):
             value = _dtype(f"{where}[{key!r}]", value)
+        else:
+            choice(f"{where}[{key!r}]", value, (True, False, None))
         checked[key] = value
     return checked
 
 
 def _dtype(where: str, value) -> torch.dtype | None:
-    if isinstance(value, str):
-        value = getattr(torch, value.removeprefix("torch."), value)
-    if value is not None and value not in _FLOATS:
+    named = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
+    found = named.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if value is not None and found not in _FLOATS:
         raise ValueError(f"{where} is {value!r}; it must be one of {', '.join(map(str, _FLOATS))}.")
-    return value
+    return found
 
 
 class PolicyTable:
@@ -73,9 +77,12 @@ class PolicyTable:
         if compute_dtype is not None:
             defaults.setdefault("param_dtype", _dtype("compute_dtype", compute_dtype))
         self._defaults = ParamPolicy(**defaults)
-        self._overrides = [
-            self._override(i, entry) for i, entry in enumerate(given.get("overrides") or [])
-        ]
+        overrides = given.get("overrides") or []
+        if not isinstance(overrides, list | tuple):
+            raise ValueError(
+                f"param_policy['overrides'] is {overrides!r}; it must be a list of {{'name': ..., 'set': ...}}."
+            )
+        self._overrides = [self._override(i, entry) for i, entry in enumerate(overrides)]
         self._matched = [False] * len(self._overrides)
 
     @staticmethod
@@ -83,8 +90,13 @@ class PolicyTable:
         where = f"param_policy['overrides'][{i}]"
         if not isinstance(entry, Mapping) or set(entry) != {"name", "set"}:
             raise ValueError(f"{where} is {entry!r}; it must have the keys 'name' and 'set'.")
-        names = (entry["name"],) if isinstance(entry["name"], str) else tuple(entry["name"])
-        return names, _checked(f"{where}['set']", entry["set"])
+        names = [entry["name"]] if isinstance(entry["name"], str) else entry["name"]
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) and n for n in names):
+            raise ValueError(
+                f"{where}['name'] is {names!r}; it must be a parameter's name or a part of it, a glob, or a list "
+                "of those."
+            )
+        return tuple(names), _checked(f"{where}['set']", entry["set"])
 
     def of(self, name: str) -> ParamPolicy:
         policy = self._defaults

@@ -56,7 +56,7 @@ class Settings:
         choice("owner_cost_model", self.owner_cost_model, ("optimizer", "numel"))
         for name in ("max_owners_per_group", "memory_limit_bytes"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or not 1 <= value < 2**63):
                 raise ValueError(
                     f"{name} is {value!r}; it must be a whole number of at least 1, or None."
                 )
@@ -133,11 +133,16 @@ def _check_model(model) -> None:
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    wrapper = next((m for m in model.modules() if isinstance(m, _WRAPPERS)), None)
+    inside = (
+        (f"its module {path!r}" if path else "the model", m) for path, m in model.named_modules()
+    )
+    what, wrapper = next(
+        ((w, m) for w, m in inside if isinstance(m, _WRAPPERS)), ("the model", None)
+    )
     wrapper = wrapper or replicas.wrapper_of_model(model)
     if wrapper is not None:
         raise ValueError(
-            f"the model went through {type(wrapper).__name__} already, which reduces all of its gradients. Call "
+            f"{what} went through {type(wrapper).__name__} already, which reduces all of its gradients. Call "
             "dedicate_params_ddp first, then DistributedDataParallel(model); or dedicate_params, then fully_shard "
             "instead of it. (accelerator.prepare(model) wraps too: it comes after.)"
         )

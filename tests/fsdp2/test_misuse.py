@@ -333,8 +333,32 @@ def check_no_norm(rank, world_size):
             "max_norm is",
             "at least 0",
         )
+    assert_all_raise(  # on one rank alone
+        lambda: dmuon.clip_grad_norm_(run.optimizer, -1.0 if rank else 1.0),
+        "ValueError",
+        "max_norm is -1",
+    )
     for was, now in zip(before, gradients_of(run), strict=True):
         assert torch.equal(was, now)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_clipping_by_another_norm_on_each_rank_ends_at_the_step(world_size):
+    run_ranks(check_other_norms, world_size)
+
+
+def check_other_norms(rank, world_size):
+    run = setup(world_size)
+    before = dmuon.get_model_state_dict(run.model, rank0_only=False)
+    for norm in ({"max_norm": 1.0 + rank}, {"max_norm": 1.0, "norm_type": 1.0 + rank}):
+        run.loss(0, rank).backward()
+        dmuon.clip_grad_norm_(run.optimizer, **norm)
+        assert_all_raise(run.optimizer.step, "ValueError", "clipped by other norms")
+        run.optimizer.zero_grad()
+    assert_same(dmuon.get_model_state_dict(run.model, rank0_only=False), before)
+    run.loss(0, rank).backward()
+    dmuon.clip_grad_norm_(run.optimizer, 1.0)
+    run.optimizer.step()
 
 
 def gradients_of(run):
@@ -354,6 +378,24 @@ def check_values(rank, world_size):
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
     largest = [getattr(g, "to_local", lambda g=g: g)().abs().max() for g in gradients]
     assert max(largest).item() == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_clipping_by_value_where_a_rank_owns_nothing(world_size):
+    run_ranks(check_values_of_one, world_size)
+
+
+def check_values_of_one(rank, world_size):
+    model, mesh = Net(), cpu_mesh(world_size)
+    dmuon.dedicate_params(model, mesh, lambda name, p: name == "blocks.0.up.weight")
+    fully_shard(model, mesh=mesh)
+    dmuon.Muon(model)
+    model(torch.ones(3, INPUTS)).sum().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-5)
+    matrix = dict(model.named_parameters())["blocks.0.up.weight"]
+    nn.utils.clip_grad_value_(matrix, 1e-6)
+    if matrix.grad is not None:
+        assert matrix.grad.abs().max().item() == pytest.approx(1e-6)
 
 
 def clipped_by_value(run):
@@ -384,5 +426,38 @@ def check_other_optimizer(rank, world_size):
         says = "this AdamW has the dedicated parameters 'blocks.0", "Use dmuon.Muon(model)"
         assert_all_raise(optimizer.step, "ValueError", *says)
         assert_same(dmuon.get_model_state_dict(model, rank0_only=False), before)
+        compiled = torch.compile(optimizer.step, backend="eager")
+        assert_all_raise(compiled, "ValueError", "this AdamW has the dedicated parameters")
+        assert_same(dmuon.get_model_state_dict(model, rank0_only=False), before)
         rest = [p for p in model.parameters() if not hasattr(p, "_dedicated_owner_rank")]
         torch.optim.AdamW(rest, foreach=False).step()
+
+
+class Many(torch.optim.Optimizer):
+    """A container by name; it has the parameters of what it holds."""
+
+    def __init__(self, **optimizers):
+        super().__init__(
+            [p for o in optimizers.values() for g in o.param_groups for p in g["params"]], {}
+        )
+        self.optimizers = optimizers
+
+    def step(self):
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_container_steps_what_it_holds(world_size):
+    run_ranks(check_container, world_size)
+
+
+def check_container(rank, world_size):
+    run, plain = setup(world_size), nn.Linear(3, 3)
+    adamw = torch.optim.AdamW(plain.parameters())
+    run.loss(0, rank).backward()
+    plain(torch.ones(3)).sum().backward()
+    Many(muon=run.optimizer, adamw=adamw).step()
+    alone = Many(adamw=adamw)
+    alone.add_param_group({"params": [dmuon.get_dedicated_params(run.model)[0].parameter]})
+    assert_all_raise(alone.step, "ValueError", "this Many has the dedicated parameters")

@@ -221,7 +221,7 @@ def check_plugins(rank, world_size):
     refused(with_fsdp2({"cpu_offload": True}), "cpu_offload")
     trainer_ready()
     by_size = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
-    refused(with_fsdp2(by_size), "the ModuleList 'model.layers'", "transformer_based_wrap")
+    refused(with_fsdp2(by_size), "the LlamaModel 'model'", "transformer_based_wrap")
     trainer_ready()
     accelerator = with_fsdp2()
     accelerator.state._mixed_precision = "fp16"  # which it refuses itself on a CPU

@@ -86,8 +86,11 @@ def prepare(
 def _check_preparable(accelerator, model, dedicate: Mapping, muon: Mapping) -> None:
     seams.check()
     if not accelerator.is_fsdp2:
+        on_cpu = (
+            " (on CPUs Accelerate ignores the plugin)" if accelerator.device.type == "cpu" else ""
+        )
         raise ValueError(
-            f"this Accelerator runs {accelerator.distributed_type}, not FSDP2. Make it with fsdp_plugin="
+            f"this Accelerator runs {accelerator.distributed_type}, not FSDP2{on_cpu}. Make it with fsdp_plugin="
             "FullyShardedDataParallelPlugin(fsdp_version=2); or call dedicate_params, fully_shard and dmuon.Muon "
             "yourself, and accelerator.prepare(model, optimizer)."
         )
@@ -128,18 +131,24 @@ def _check_keywords(dedicate: Mapping, muon: Mapping) -> None:
 
 
 def _check_wrapping(plugin, model: nn.Module) -> None:
-    """``fully_shard`` refuses a list, and would with the matrices dedicated already."""
+    """``fully_shard`` refuses a list, and Accelerate shards embeddings by themselves a second time: both would fail
+    with the matrices dedicated already."""
     policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
     if policy is not size_based_auto_wrap_policy:
         return
     for path, module in model.named_modules():
         size = sum(p.numel() for p in module.parameters())
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and size > plugin.min_num_params:
+        if path and size > plugin.min_num_params and _cannot_be_a_unit(module):
             raise ValueError(
                 f"auto_wrap_policy is 'size_based_wrap' with min_num_params={plugin.min_num_params}, and Accelerate "
-                f"would give fully_shard the {type(module).__name__} {path!r} of {size} parameters, which has no "
-                "forward. Use auto_wrap_policy='transformer_based_wrap'."
+                f"would give fully_shard the {type(module).__name__} {path!r} of {size} parameters: a list has no "
+                "forward, and an embedding is sharded by itself. Use auto_wrap_policy='transformer_based_wrap'."
             )
+
+
+def _cannot_be_a_unit(module: nn.Module) -> bool:
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return is_list or any(isinstance(inner, nn.Embedding) for inner in module.modules())
 
 
 def _check_precision(accelerator) -> None:

@@ -43,6 +43,8 @@ class OwnerOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable, *, plan, **keywords):
         check_keywords(keywords)
+        if not callable(getattr(plan, "optimizer", None)):
+            raise ValueError(f"plan is {plan!r}; it must be what dedicate_params_zero returned.")
         if plan.optimizer() is not None:
             raise ValueError("this plan has an OwnerOptimizer already. Make one.")
         self._settings = {**DEFAULTS, **keywords}
