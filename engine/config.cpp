@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <limits>
 #include <numeric>
 #include <optional>
 #include <sstream>
@@ -156,9 +155,7 @@ class Reader {
   }
 
   static bool fits(const toml::node& node, const Key& key) {
-    if (!is_a(node, key.kind)) return false;
-    const bool bounded = key.range.least > -std::numeric_limits<double>::infinity();
-    if (bounded && !lies_in(node, key.range)) return false;
+    if (!is_a(node, key.kind) || !lies_in(node, key.range)) return false;
     const auto text = node.value_exact<std::string>();
     if (!text) return true;
     if (key.options.empty()) return !text->empty() && text->find('\0') == std::string::npos;
@@ -269,18 +266,19 @@ ConfigValue::Table parse_config(const std::string& text, const std::string& name
 ConfigValue::Table parse_config_value(const std::string& section, const std::string& key,
                                       const std::string& value, const std::string& name) {
   const Key& known = key_of(section, key);
-  toml::table root{{section, toml::table{}}};
-  toml::table& entries = *root[section].as_table();
+  toml::table entries;
   if (is_bare_text(known.kind, value)) {
     entries.insert(key, value);
-    return Reader(name, /*lines=*/false).read(root);
+  } else {
+    try {
+      toml::table parsed = toml::parse(key + " = " + bracketed(known.kind, value), name);
+      if (parsed.size() == 1) entries = std::move(parsed);
+    } catch (const toml::parse_error&) {  // what is wanted says more
+    }
   }
-  try {
-    toml::table parsed = toml::parse(key + " = " + bracketed(known.kind, value), name);
-    if (parsed.size() == 1) entries.insert(key, std::move(*parsed.get(key)));
-  } catch (const toml::parse_error&) {  // what is wanted says more
+  if (!entries.empty()) {
+    return Reader(name, /*lines=*/false).read(toml::table{{section, std::move(entries)}});
   }
-  if (!entries.empty()) return Reader(name, /*lines=*/false).read(root);
   throw ConfigError(message(name, " is '", value, "'; it must be ", wanted(known), "."));
 }
 

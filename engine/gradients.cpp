@@ -42,21 +42,6 @@ void scale_owned(Slot& slot, double factor) {
   slot.note_gathered();
 }
 
-}  // namespace
-
-at::Tensor owned_gradient(Engine& engine, int matrix) {
-  const Slot& slot = engine.slot(matrix);
-  return slot.owned ? slot.gradient() : at::Tensor();
-}
-
-at::Tensor whole_gradient(Engine& engine, int matrix) {
-  const Slot& slot = engine.slot(matrix);
-  if (!slot.leads) return {};
-  return slot.gathers ? slot.gathered : slot.gradient();
-}
-
-namespace {
-
 std::string fault_of_norm(double p) {
   if (p >= 0) return "";
   return message("norm_type is ", p, "; it must be at least 0, inf for the largest magnitude.");
@@ -68,9 +53,7 @@ std::string fault_of_clipping(double max_norm, double p) {
 }
 
 int64_t clipping_hash(double max_norm, double p) {
-  Hasher hasher;
-  for (const double value : {max_norm, p}) hasher.add(value);
-  return static_cast<int64_t>(hasher.digest().words[0]);
+  return static_cast<int64_t>(Hasher().add(max_norm).add(p).digest().words[0]);
 }
 
 // `fault`: why this rank cannot. It takes part all the same, so that none waits for it.
@@ -89,6 +72,17 @@ double norm_or_raise(Engine& engine, const GradientSet& set, double p, const std
 }
 
 }  // namespace
+
+at::Tensor owned_gradient(Engine& engine, int matrix) {
+  const Slot& slot = engine.slot(matrix);
+  return slot.owned ? slot.gradient() : at::Tensor();
+}
+
+at::Tensor whole_gradient(Engine& engine, int matrix) {
+  const Slot& slot = engine.slot(matrix);
+  if (!slot.leads) return {};
+  return slot.gathers ? slot.gathered : slot.gradient();
+}
 
 double gradient_norm(Engine& engine, const GradientSet& set, double p) {
   return norm_or_raise(engine, set, p, fault_of_norm(p));

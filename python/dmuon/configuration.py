@@ -22,7 +22,7 @@ from dmuon import _C
 from dmuon.agreement import together
 from dmuon.ddp import dedicate_params_ddp, dedicate_params_ddp_tp
 from dmuon.dedicate import dedicate_params
-from dmuon.errors import nearest
+from dmuon.errors import check_keys, nearest
 from dmuon.groups import world_control_group
 from dmuon.names import matches
 from dmuon.newton_schulz import (
@@ -206,9 +206,7 @@ def _read(path, predicate, replicate_mesh, code: Mapping) -> tuple[dict[str, dic
         known += ("reshard_after_forward",)
     elif replicate_mesh is not None:
         raise ValueError(f'replicate_mesh is for kind = "fsdp2", and runtime.kind is "{kind}".')
-    for key in code:
-        if key not in known:
-            raise ValueError(f"{call.__name__} has {key!r}, {nearest(key, known)}")
+    check_keys(call.__name__, code, known)
     return config, predicate or _predicate(config.get("runtime", {}))
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon import _C, fsdp2
 from dmuon.axes import check_mesh, ranks_of
-from dmuon.errors import listed, nearest
+from dmuon.errors import check_keys, listed
 from dmuon.initial_values import fingerprints, warn_changed
 from dmuon.integrations import seams
 from dmuon.replicas import dedicated_ids, wrapper_of_model
@@ -90,7 +90,8 @@ def dedicate_params_ddp_tp(
 def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     check_mesh(mesh)
     seams.say_cpu(mesh)
-    given = Settings(**_known(front.call, keywords))
+    check_keys(front.call, keywords, tuple(Settings.__dataclass_fields__))
+    given = Settings(**keywords)
     before = fingerprints(model.named_parameters())
     runtime = set_up(model, None, mesh, predicate, given, front)
     if runtime is None:
@@ -105,14 +106,6 @@ def _dedicate(model, mesh, predicate, keywords, front) -> Mapping[str, int]:
     # torch's documented way to keep parameters from DistributedDataParallel.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return runtime.owners()
-
-
-def _known(call: str, keywords: dict) -> dict:
-    known = tuple(Settings.__dataclass_fields__)
-    for key in keywords:
-        if key not in known:
-            raise ValueError(f"{call} has {key!r}, {nearest(key, known)}")
-    return keywords
 
 
 class _Plain:

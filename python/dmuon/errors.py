@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def nearest(given: str, known: Sequence[str]) -> str:
@@ -11,6 +11,13 @@ def nearest(given: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(str(given), known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"which is unknown; {hint}known: {', '.join(known)}."
+
+
+def check_keys(where: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ValueError where a key of ``given`` is unknown."""
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where} has {key!r}, {nearest(key, known)}")
 
 
 def choice(name: str, value, options: Sequence) -> None:

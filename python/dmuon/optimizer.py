@@ -14,7 +14,7 @@ from dmuon.agreement import raise_everywhere
 from dmuon.checkpoint import OwnedTensor, owned_tensor
 from dmuon.dedicated_state import as_whole, check_state, my_part, shown_master, state_shapes
 from dmuon.engine_optimizer import ADJUST_LR, check_options, engine_optimizer, group_settings
-from dmuon.errors import choice, listed, nearest
+from dmuon.errors import check_keys, choice, listed
 from dmuon.names import slots
 from dmuon.newton_schulz import NewtonSchulz
 from dmuon.param_groups import ADAMW_KEYS, MUON_KEYS, check_settings, lower
@@ -377,9 +377,7 @@ class Muon(torch.optim.Optimizer):
 def check_keywords(where: str, given: Mapping) -> None:
     """Raises ValueError where ``Muon(model, **given)`` would, as far as can be told before the model is sharded. Local."""
     known = {k: p.default for k, p in signature(Muon).parameters.items() if k != "model"}
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{where} has {key!r}, {nearest(key, tuple(known))}")
+    check_keys(where, given, tuple(known))
     options = {**known, **given}
     _check_policy(options["tp_distributed_gram_policy"])
     check_options(**{key: options[key] for key in signature(check_options).parameters})

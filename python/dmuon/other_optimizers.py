@@ -12,20 +12,16 @@ from dmuon.runtime import runtimes
 @torch.compiler.disable
 def check_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     """For ``torch.optim.optimizer.register_optimizer_step_pre_hook``."""
-    if not isinstance(optimizer, Muon) and runtimes():
-        check_optimizer(optimizer)
+    check_optimizer(optimizer)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError where a step of ``optimizer`` would write into dedicated parameters. Local."""
     if isinstance(optimizer, Muon):
         return
-    dedicated = {id(p.parameter): p.param_name for r in runtimes() for p in r.params}
-    names = [dedicated[i] for i in _held(optimizer) if i in dedicated]
-    if not names:
-        return
     left_to_others = {i for inner in _inner(optimizer) for i in _held(inner)}
-    names = [dedicated[i] for i in _held(optimizer) if i in dedicated and i not in left_to_others]
+    mine = {i for i in _held(optimizer) if i not in left_to_others}
+    names = [p.param_name for r in runtimes() for p in r.params if id(p.parameter) in mine]
     if names:
         raise ValueError(
             f"this {type(optimizer).__name__} has the dedicated parameters {listed(names, 3)}, whose gradients their "

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from dmuon.errors import listed, nearest
+from dmuon.errors import check_keys, listed
 
 MUON_KEYS = ("lr", "momentum", "weight_decay")
 ADAMW_KEYS = ("lr", "betas", "eps", "weight_decay")
@@ -66,9 +66,7 @@ def lower(
 def _check_keys(name: str, group: Mapping) -> None:
     if "params" not in group:
         raise ValueError(f"param group {name!r} has no 'params'.")
-    for key in group:
-        if key not in _KNOWN:
-            raise ValueError(f"param group {name!r} has {key!r}, {nearest(key, _KNOWN)}")
+    check_keys(f"param group {name!r}", group, _KNOWN)
 
 
 def _members(name, group, names, seen) -> list[torch.Tensor]:

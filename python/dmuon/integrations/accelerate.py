@@ -17,7 +17,7 @@ from dmuon.agreement import from_first_rank, together
 from dmuon.checkpoint_directory import newest_step
 from dmuon.control import clip_dedicated, no_sync
 from dmuon.dedicate import dedicate_params
-from dmuon.errors import nearest
+from dmuon.errors import check_keys
 from dmuon.full_state import get_model_state_dict, set_model_state_dict
 from dmuon.groups import world_control_group
 from dmuon.integrations import seams
@@ -118,9 +118,7 @@ def _check_keywords(dedicate: Mapping, muon: Mapping) -> None:
     known = tuple(
         key for key, p in signature(dedicate_params).parameters.items() if p.kind == p.KEYWORD_ONLY
     )
-    for key in dedicate:
-        if key not in known:
-            raise ValueError(f"dedicate has {key!r}, {nearest(key, known)}")
+    check_keys("dedicate", dedicate, known)
     check_keywords("prepare", muon)
     if muon.get("param_groups") is not None:
         raise ValueError(

@@ -5,7 +5,7 @@ from inspect import Parameter, signature
 
 import torch
 
-from dmuon.errors import nearest
+from dmuon.errors import check_keys
 from dmuon.optimizer import Muon
 from dmuon.param_groups import check_settings
 from dmuon.zero.config import MUON_KEYS
@@ -29,16 +29,10 @@ PER_GROUP = (
 
 def check_keywords(keywords: Mapping) -> None:
     """Raises ValueError naming an unknown one, or one out of range."""
-    _check_keys("OwnerOptimizer", keywords, MUON_KEYS)
+    check_keys("OwnerOptimizer", keywords, MUON_KEYS)
     settings = {**DEFAULTS, **keywords}
     _group_settings("the optimizer's settings", {}, settings)
     _positive(settings["lr"])
-
-
-def _check_keys(where: str, given: Mapping, known: tuple[str, ...]) -> None:
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{where} has {key!r}, {nearest(key, known)}")
 
 
 def groups_given(params: Iterable) -> list[dict]:
@@ -60,7 +54,7 @@ def make_groups(params: Iterable, runtime, settings: dict) -> tuple[list[dict], 
     group_of = [0] * len(index)
     groups = []
     for i, group in enumerate(groups_given(params)):
-        _check_keys(f"param group {i}", group, ("params", "group_name", *PER_GROUP))
+        check_keys(f"param group {i}", group, ("params", "group_name", *PER_GROUP))
         members = group["params"]
         for p in members:
             if id(p) in index:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmuon import _C
 from dmuon.agreement import together
-from dmuon.errors import listed, nearest
+from dmuon.errors import check_keys, listed
 from dmuon.groups import control_group, world_control_group
 from dmuon.names import slots
 from dmuon.runtime import Runtime
@@ -133,9 +133,7 @@ def _settings(keywords: dict) -> Settings:
     known = tuple(
         k for k in Settings.__dataclass_fields__ if k not in ("allow_empty", "tp_buffer_reuse")
     )
-    for key in keywords:
-        if key not in known:
-            raise ValueError(f"dedicate_params_zero has {key!r}, {nearest(key, known)}")
+    check_keys("dedicate_params_zero", keywords, known)
     return Settings(**keywords)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dmuon.boundaries import containers
-from dmuon.errors import listed, nearest, summarised
+from dmuon.errors import check_keys, listed, nearest, summarised
 from dmuon.names import matches, slots
 from dmuon.policy import ROUTES
 from dmuon.set_up import Settings
@@ -47,9 +47,7 @@ class Section:
         if not isinstance(given, Mapping):
             raise ValueError(f'"dmuon" is {given!r}; it must be a section, {{"include": [...]}}.')
         known = (*_SELECTION, *SETTINGS_KEYS)
-        for key in given:
-            if key not in known:
-                raise ValueError(f'"dmuon" has {key!r}, {nearest(key, known)}')
+        check_keys('"dmuon"', given, known)
         if "include" not in given:
             raise ValueError(f'"dmuon" has no "include".{suggestion(model)}')
         keywords = {key: value for key, value in given.items() if key in SETTINGS_KEYS}
